@@ -144,7 +144,7 @@ def test_a_capture_of_something_else_is_refused(small: Path, tmp_path: Path) -> 
     result = json.loads((tmp_path / "o/pwcca.json").read_text())
     assert [c["name"] for c in result["checkpoints"]] == ["left", "right"]
     pair = open_pair([str(out), str(out)])
-    with pytest.raises(BadInput, match=r"wanted: hidden of 7"):
+    with pytest.raises(BadInput, match=r"hidden of the layers 7 is needed"):
         next(pair.stream([[7], [0]]))
 
 
@@ -164,7 +164,7 @@ def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
     part.write_bytes(content)
     out.rename(tmp_path / "new.h5")
     part.parent.rename(tmp_path / "new.h5.parts")
-    with pytest.raises(BadInput, match=r"can only be found as f.h5.parts: rename it back to f.h5"):
+    with pytest.raises(BadInput, match=r"refers to its parts as f.h5.parts: rename it back to"):
         open_capture(tmp_path / "new.h5")
     (tmp_path / "new.h5").rename(out)
     (tmp_path / "new.h5.parts").rename(part.parent)
@@ -198,7 +198,7 @@ def test_a_capture_that_others_made_is_read_only_with_trust(small: Path, tmp_pat
     pwcca.run([str(ours), str(theirs)], pwcca.PwccaConfig(**settings, trust=True))
     assert (tmp_path / "o/pwcca.json").is_file()
     both = [str(small / "a"), str(small / "b")]
-    with pytest.raises(BadInput, match=r"trust= is for captures"):
+    with pytest.raises(BadInput, match=r"trust= applies only to captures"):
         pwcca.run(both, pwcca.PwccaConfig(**settings, data=str(small / "s"), trust=True))
 
 

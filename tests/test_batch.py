@@ -400,7 +400,7 @@ def test_mappings_parse() -> None:
     ],
 )
 def test_a_wrong_mapping_is_told_the_right_forms(wrong: str) -> None:
-    with pytest.raises(BadInput, match="is none of none, ids, shift:K, random:SEED"):
+    with pytest.raises(BadInput, match="must be one of none, ids, shift:K, random:SEED"):
         mapping.parse(wrong)
 
 

@@ -386,7 +386,7 @@ def test_other_kinds_have_single_rows(tmp_path: Path) -> None:
 
 def test_an_incomplete_question_is_refused(tmp_path: Path) -> None:
     for rows, choices, kind in ((7, 3, "choice"), (6, 1, "choice"), (6, 3, "class")):
-        with pytest.raises(ValueError, match=r"rows a question|question of 3 rows"):
+        with pytest.raises(ValueError, match=r"rows per question|question of 3 rows"):
             tiny(tmp_path / "s", rows, choices, kind)
     tiny(tmp_path / "s", 6, 3)
     meta = read_json(tmp_path / "s/store.json")

@@ -131,7 +131,7 @@ def test_a_recipe_is_found_by_path_or_name(tmp_path: Path, monkeypatch: pytest.M
         ("finetune/clasify", "; did you mean finetune/classify?"),
         ("recipes/pretrain/mini.toml", "; did you mean pretrain/mini?"),  # there is no checkout
         ("clasify", "; did you mean finetune/classify?"),
-        ("zzz", "; `xformer recipes` lists those by name"),
+        ("zzz", "; `xformer recipes` lists the names"),
     ):
         with pytest.raises(BadInput) as refusal:
             read_recipe(find_recipe(wrong))

@@ -344,9 +344,9 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut pickle": (truncated("pytorch_model.bin", 0.7), "pytorch_model.bin is refused"),
     "cut early": (truncated("pytorch_model.bin", 0.01), "pytorch_model.bin is refused"),
     "empty pickle": (truncated("pytorch_model.bin", 0), "pytorch_model.bin is refused"),
-    "cut safetensors": (truncated("model.safetensors", 0.9), "not a whole safetensors file"),
-    "cut header": (truncated("model.safetensors", 0.001), "not a whole safetensors file"),
-    "empty safetensors": (truncated("model.safetensors", 0), "not a whole safetensors file"),
+    "cut safetensors": (truncated("model.safetensors", 0.9), "not a complete safetensors file"),
+    "cut header": (truncated("model.safetensors", 0.001), "not a complete safetensors file"),
+    "empty safetensors": (truncated("model.safetensors", 0), "not a complete safetensors file"),
     "no weights": (without("model.safetensors"), "has neither model.safetensors nor pytorch"),
     "a tensor missing": (
         changed(QUERY, lambda w: None),
@@ -358,7 +358,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a tensor too wide": (
         changed(WORD, lambda w: w[:, 1:]),
-        f"encoder.embeddings.word.weight is ({PIECES}, {HIDDEN - 1}) where its config wants "
+        f"encoder.embeddings.word.weight is ({PIECES}, {HIDDEN - 1}), but its config needs "
         f"({PIECES}, {HIDDEN})",
     ),
     "query unlike key": (
@@ -391,7 +391,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         "lacks the special tokens [PAD], [CLS], [SEP]",
     ),
     "vocabulary not UTF-8": (written("vocab.txt", b"a\n\xff\n"), "vocab.txt is not UTF-8"),
-    "no vocabulary": (without("vocab.txt"), "has neither tokenizer.json nor vocab.txt"),
+    "no vocabulary": (without("vocab.txt"), "has none of tokenizer.json, vocab.txt"),
     "another tokenizer": (
         written("tokenizer.json", '{"model": {"type": "BPE"}, "normalizer": null}'),
         "tokenizer.json is not BERT's WordPiece",
@@ -482,7 +482,7 @@ BAD |= {
     ),
     "a shard cut": (
         sharded(lambda places, source: truncated(places[QUERY], 0.9)(source)),
-        "is not a whole safetensors file",
+        "is not a complete safetensors file",
     ),
     "a lying index": (sharded(lying), f"lacks the tensor {QUERY}, which model.safetensors.index"),
     "a tensor in two shards": (sharded(doubled), f"holds {QUERY}, and so does another shard"),
@@ -518,7 +518,7 @@ BAD |= {
     "too wide by far": (config(hidden_size=3 * 10**9), "hidden input should be less than 16777216"),
     "too wide": (
         config(hidden_size=3 * 10**4),
-        "word.weight is (97, 39) where its config wants (97, 30000)",
+        "word.weight is (97, 39), but its config needs (97, 30000)",
     ),
     "an activation that is a list": (
         config(hidden_act=["gelu"]),
@@ -566,7 +566,7 @@ BAD_FAMILIES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "another width of embeddings": (
         "albert",
         config(embedding_size=12),
-        "is (97, 11) where its config wants (97, 12)",
+        "is (97, 11), but its config needs (97, 12)",
     ),
     "no projection": (
         "albert",
@@ -587,7 +587,7 @@ BAD_FAMILIES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "too few positions": (
         "roberta",
         config(max_position_embeddings=12),
-        "is (19, 39) where its config wants",
+        "is (19, 39), but its config needs",
     ),
     "half a head": (
         "roberta",
@@ -602,7 +602,7 @@ BAD_FAMILIES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "more pieces than vectors": (
         "roberta",
         config(vocab_size=90),
-        "is (97, 39) where its config wants (90, 39)",
+        "is (97, 39), but its config needs (90, 39)",
     ),
     "a list of types": (
         "bert",

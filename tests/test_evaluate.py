@@ -246,12 +246,12 @@ BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
     (
         "classes",
         ["data={data}/splice"],
-        ["splice has labels outside the checkpoint's classes", "EI, IE, N"],
+        ["splice has labels that are not classes of the checkpoint", "EI, IE, N"],
     ),
     (
         "classes",
         ["data={others}/maybe"],
-        ["labels outside the checkpoint's classes: maybe", "the checkpoint knows no, yes"],
+        ["labels that are not classes of the checkpoint: maybe", "the checkpoint knows no, yes"],
     ),
     ("classes", ["data={others}/swapped"], ["other classes than the checkpoint's: yes, no"]),
     ("classes", ["data={data}/scores"], ["head=classify needs a store of kind class"]),

@@ -68,7 +68,7 @@ def test_who_opens_what_a_killed_process_moved_aside_puts_it_back(
     read(path)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert f"the old one, {aside.name}, is put back" in said
+    assert f"the old one, {aside.name}, has been put back" in said
     assert not aside.exists()
     read(path)
     assert not capsys.readouterr().err

@@ -366,7 +366,7 @@ def test_a_recipe_that_never_ends_is_refused(tmp_path: Path, forks: Forks) -> No
     for path, words in (
         ("/dev/zero", "is a device or a pipe; give a file"),
         (pipe, "is a device or a pipe; give a file"),
-        (large, "too many for a recipe"),
+        (large, "; give a TOML file"),
     ):
         recipe.write_text(f'base = "{path}"\n')
         for first in (path, recipe):

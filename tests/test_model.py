@@ -297,7 +297,7 @@ def test_weights_that_contradict_the_config_are_named(trained: Checkpoint) -> No
     with pytest.raises(BadInput, match=f"lacks the weight {name}, \\(10, 12\\)"):
         replace(trained, weights=lacking).model()
     with pytest.raises(
-        BadInput, match=f"{name} is \\(12, 10\\) where its config wants \\(10, 12\\)"
+        BadInput, match=f"{name} is \\(12, 10\\), but its config needs \\(10, 12\\)"
     ):
         replace(trained, weights={**weights, name: weights[name].T}).model()
     with pytest.raises(BadInput, match="its config does not know: extra"):

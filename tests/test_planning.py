@@ -293,18 +293,18 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
     # kinds of stores and heads
     (
         [("classify.toml", "regress.toml"), metric("spearman")],
-        ["head=regress needs a store of kind score; made.task is class"],
+        ["head=regress needs a store of kind score; made.task is of kind class"],
     ),
     (
         [("classify.toml", "squad.toml"), finetune("batch.max_tokens = 64"), metric("f1")],
-        ["head=span needs a store of kind span; made.task is class"],
+        ["head=span needs a store of kind span; made.task is of kind class"],
     ),
     (
         [('data = "{made.task}"', 'data = "{made.letters}"')],
-        ["head=classify needs a store of kind class; made.letters is text"],
+        ["head=classify needs a store of kind class; made.letters is of kind text"],
     ),
     # vocabularies: a model of words, or of four letters and five special tokens
-    ([corpus("wordy")], [OTHER, "mapping=: ids, shift:K"]),
+    ([corpus("wordy")], [OTHER, "mapping=: ids, symbols:SEED"]),
     ([corpus("wordy"), finetune("mapping = 'shift:5'")], ["mapping=shift:5 needs a store"]),
     (
         [corpus("four"), BY_WORDS, finetune("mapping = 'ids'")],
@@ -320,7 +320,7 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
     ),
     (
         [('"data={made.task}"', '"data={made.letters}"')],
-        ["score seed=0", "head=classify needs a store of kind class; made.letters is text"],
+        ["score seed=0", "head=classify needs a store of kind class; made.letters is of kind text"],
     ),
 ]
 

@@ -168,8 +168,11 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"file.npz is damaged, or not .* no array 'about'"):
         read(file)
     for arrays, words in (
-        ({"row": np.arange(3)}, "it holds the arrays row"),
-        ({"row": np.arange(3), "outputs": np.zeros((2, 2)), "label": np.zeros(3)}, "one length"),
+        ({"row": np.arange(3)}, "it contains the arrays row"),
+        (
+            {"row": np.arange(3), "outputs": np.zeros((2, 2)), "label": np.zeros(3)},
+            "differ in length",
+        ),
     ):
         write(file, Predictions(classes("a", "b"), "valid", arrays), "key")
         with pytest.raises(BadInput, match=words):

@@ -125,7 +125,7 @@ def test_albert_s_tokenizer_json_of_old(tmp_path):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing": ({}, "has neither tokenizer.json nor vocab.txt, vocab.json with merges.txt, or"),
+    "nothing": ({}, "has none of tokenizer.json, vocab.txt, vocab.json with merges.txt, and"),
     "another text": ({"vocab.txt": "Some\ntext\n"}, "vocab.txt: the vocabulary lacks the special"),
     "one special missing": (
         {"vocab.txt": WORDS.replace("[MASK]\n", "")},
@@ -139,15 +139,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no merges": ({"vocab.json": BYTES}, "merges.txt does not exist: vocab.json needs its merges"),
     "not JSON": ({"vocab.json": "{", "merges.txt": MERGES}, "vocab.json is not valid JSON"),
     "a list": ({"vocab.json": ["a"], "merges.txt": MERGES}, "vocab.json is not a vocabulary"),
-    "no numbers": ({"vocab.json": {"a": "b"}, "merges.txt": MERGES}, "is not a vocabulary, a"),
-    "a gap": ({"vocab.json": {**BYTES, "x": 6}, "merges.txt": MERGES}, "0 to 5 without gaps: no 5"),
+    "no numbers": ({"vocab.json": {"a": "b"}, "merges.txt": MERGES}, "is not a vocabulary: give"),
+    "a gap": ({"vocab.json": {**BYTES, "x": 6}, "merges.txt": MERGES}, "0 to 5: none has the id 5"),
     "an id twice": (
         {"vocab.json": {**BYTES, "x": 4}, "merges.txt": MERGES},
-        "without gaps: 'Ġ' has the id of another piece",
+        "the ids 0 to 5: 'Ġ' has the id of another",
     ),
     "a key twice": (
         {"vocab.json": '{"a": 0, "b": 1, "a": 2}', "merges.txt": MERGES},
-        "without gaps: no 0",
+        "none has the id 0",
     ),
     "some special tokens": (
         {"vocab.json": {**BYTES, "<s>": 5}, "merges.txt": MERGES},
@@ -185,9 +185,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                 ]
             )
         },
-        "without gaps: no 9",
+        "none has the id 9",
     ),
-    "a JSON gap": ({"tokenizer.json": fast(model={"vocab": {"a": 1}})}, "without gaps: no 0"),
+    "a JSON gap": ({"tokenizer.json": fast(model={"vocab": {"a": 1}})}, "none has the id 0"),
     "other replacements": ({"tokenizer.json": unigram().replace("``", "~~")}, "ALBERT's unigram"),
     "no prefix": (
         {"tokenizer.json": unigram().replace('fix_space": true', 'fix_space": false')},
@@ -196,11 +196,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other specials": ({"tokenizer.json": unigram().replace("<unk>", "<u>")}, "id 1 is not <unk>"),
     "options not a table": (
         {"vocab.txt": WORDS, "tokenizer_config.json": [1]},
-        "is not a table of options",
+        "must contain a JSON object of options",
     ),
     "an option not a bool": (
         {"vocab.txt": WORDS, "tokenizer_config.json": {"do_lower_case": "no"}},
-        "do_lower_case is 'no', neither true nor false",
+        "do_lower_case is 'no'; it must be true or false",
     ),
     "MeCab": (
         {"vocab.txt": WORDS, "tokenizer_config.json": {"tokenizer_class": "BertJapaneseTokenizer"}},
@@ -234,7 +234,7 @@ def test_a_tokenizer_of_ours_is_not_brought_in(monkeypatch, tmp_path):
         (["--from", "picture.png"], "picture.png is not a vocabulary: give a .txt, a .json or a"),
         (
             ["--from", "vocab.txt", "--cased"],
-            "do_lower_case is true in the files beside it; leave out --cased",
+            "do_lower_case is true in the files next to it; leave out --cased",
         ),
         (["--from", "vocab.txt", "--kind", "bpe"], "--kind is for training"),
         (["--from", "vocab.txt", "--vocab-size", "9"], "--vocab-size is for training"),

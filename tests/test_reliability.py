@@ -97,7 +97,7 @@ def test_a_finished_run_that_keeps_no_state(
     with (selected / "model.safetensors").open("r+b") as weights_file:
         weights_file.seek(-1, os.SEEK_END)
         weights_file.write(b"x")
-    refused(forks.run(*line), "is damaged", "has no other checkpoint; overwrite=true")
+    refused(forks.run(*line), "is damaged", "has no other checkpoint; give overwrite=true")
 
 
 def test_what_a_run_began_with_may_lose_its_state(forks: Forks, data: Toys, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_full_disk_costs_a_line_and_nothing_else(
     said = [line for line in done.err.splitlines() if "No space left on device" in line]
     assert said == [
         f"No space left on device: {runs[1] / 'checkpoints/step_6'}; the checkpoint of step 6 "
-        "was not written; older ones are kept, and the run goes on; no checkpoint becomes the "
+        "was not written; older ones are kept, and the run continues; no checkpoint becomes the "
         "best until one can be written"
     ]
     told = [line for line in done.err.splitlines() if "checkpoint" in line and line not in said]
@@ -181,8 +181,8 @@ def test_a_writer_tries_again_until_newer_work_comes(monkeypatch: pytest.MonkeyP
         assert writer.task is not None
         writer.task.result(60)
         first = (
-            "Input/output error; the first was not written; older ones are kept, and the run goes "
-            "on; no checkpoint becomes the best until one can be written"
+            "Input/output error; the first was not written; older ones are kept, and the run "
+            "continues; no checkpoint becomes the best until one can be written"
         )
         assert said == [first, "the first is now written"]
         writer.start("second", lambda: work("second", 0))

@@ -192,7 +192,7 @@ def garble_header(path: Path) -> None:
                     {"train/x.npy": {"bytes": 1, "sha256": ["0"]}}
                 ),
             ),
-            "train/x.npy is the file of no column",
+            "train/x.npy does not belong to any column",
         ),
         (
             lambda p: edit(p, lambda m: m["splits"]["train"].update(rows=3)),

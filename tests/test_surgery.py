@@ -928,7 +928,7 @@ def test_frozen_new_weights_are_named(
         'train.only=["task_head"]',
     )
     done = good(forks.run(*line))
-    assert "new weights that train.only leaves frozen: pooler" in done.err + done.out
+    assert "frozen by train.only although newly initialised: pooler" in done.err + done.out
     after = checkpoints.load(tmp_path / "run").weights
     before = checkpoints.load(learned["text"]).weights
     shared = [name for name in after if name in before]

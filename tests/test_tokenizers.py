@@ -94,7 +94,7 @@ def test_symbols():
     np.testing.assert_array_equal(dna.encode_batch(["", "😀"])[1], [dna.special["unk"]])
     assert dna.decode([5, 6]) == "AC"
     for wrong in (["a b"], [""], ["[MASK]"], [], ["AB"]):
-        with pytest.raises(BadInput, match="cannot be the symbols"):
+        with pytest.raises(BadInput, match="cannot be symbols"):
             vocabularies.symbols(wrong)
 
 
@@ -121,7 +121,7 @@ def test_learning_is_repeatable():
         ("bpe", 100, "too small"),
         ("symbols", 6, "--vocab-size 6"),
         ("unigram", 5000, "cannot make 5000 pieces"),
-        ("bpe", 5, "nothing beside"),
+        ("bpe", 5, "no room for pieces besides"),
         ("letters", 100, "unknown kind"),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_changed_or_missing_tokenizer_is_refused(learned, tmp_path):
     meta = json.loads((tmp_path / tokenizers.META).read_text())
     del meta["kind"]
     (tmp_path / tokenizers.META).write_text(json.dumps(meta))
-    with pytest.raises(BadInput, match="not a tokenizer's description"):
+    with pytest.raises(BadInput, match="does not describe a tokenizer"):
         tokenizers.load_tokenizer(tmp_path)
 
 

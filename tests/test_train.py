@@ -268,7 +268,7 @@ def test_damaged_checkpoint_is_set_aside(forks: Forks, data: Toys, tmp_path: Pat
         flip(runs[1] / f"checkpoints/step_8/{kind}.safetensors", -9)
     done = good(forks.run(*line))
     assert "model.safetensors is damaged" in done.err
-    assert "step_8 is set aside as damaged_step_8" in done.err
+    assert "step_8 was renamed to damaged_step_8" in done.err
     assert "continuing" in done.err
     assert "from step 6" in done.err
     same(runs[1], runs[0])
@@ -476,7 +476,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
         ["mapping='symbol:0'", "symbols:SEED"],
     ),
     (["mapping=shift:x"], ["mapping='shift:x'"]),
-    (["head=classify"], ["head=classify needs a store of kind class", "text is text"]),
+    (["head=classify"], ["head=classify needs a store of kind class", "text is of kind text"]),
     (["head=regress", "data={toys}/classes"], ["head=regress needs a store of kind score"]),
     (["init={toys}/absent"], ["absent does not exist"]),
     (["init={toys}/text"], ["text is not a checkpoint"]),
@@ -556,7 +556,7 @@ def test_bad_places_for_a_run(forks: Forks, data: Toys, tmp_path: Path) -> None:
         for run, words in (
             (file, "is a file"),
             (file / "below", "is a file"),
-            (foreign, "is not a run (it holds thesis.tex)"),
+            (foreign, "is not a run (it contains thesis.tex)"),
         ):
             line = training(SMOKE, data.text, run, f"overwrite={overwrite}")
             refused(forks.run(*line), str(run), words)

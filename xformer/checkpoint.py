@@ -1,4 +1,4 @@
-"""Checkpoint, the immutable value that every tool takes and returns, and its files.
+"""The class Checkpoint, an immutable value that every tool takes and returns, and its files.
 
 CHECKPOINT/model.safetensors    the weights, under the model's own names
 CHECKPOINT/config.json          the model's shape, its head, the history of operations
@@ -46,8 +46,8 @@ from xformer.tasks.known import TASKS, task_of
 from xformer.tasks.task import Head, Model, Task
 
 FORMAT = 1
-STATE = ("state.json", "optimizer.safetensors")  # files with which a run continues
-HALF = (torch.float16, torch.bfloat16)  # converted to fp32 when they are read
+STATE = ("state.json", "optimizer.safetensors")  # files that a run needs to continue
+HALF = (torch.float16, torch.bfloat16)  # weights of these types are converted to fp32 on reading
 Distribution = Literal["normal", "truncated"]
 
 
@@ -55,8 +55,8 @@ Distribution = Literal["normal", "truncated"]
 class Checkpoint:
     """Weights with everything that is needed to use them.
 
-    `source` and `mapping` are set if the raw input has a tokenizer of its own, whose ids are mapped
-    to the model's (see xformer.data.mapping).
+    `source` and `mapping` are set if the input is tokenized by another tokenizer, `source`, whose
+    ids are mapped to the model's (see xformer.data.mapping).
     """
 
     config: ModelConfig
@@ -69,7 +69,7 @@ class Checkpoint:
 
     @property
     def task(self) -> Task | None:
-        """The task of the head; None without a head."""
+        """The task of the head, or None if there is no head."""
         return task_of(self.head)
 
     def model(self) -> Model:
@@ -85,11 +85,12 @@ class Checkpoint:
         return model.eval()
 
     def with_head(self, head: Head, seed: int) -> tuple[Checkpoint, list[str], list[str]]:
-        """This checkpoint with another head. Weights that the new head shares are kept. A task head
-        is always initialised anew, because equal labels may belong to another task.
+        """This checkpoint with another head. Weights that both heads have, such as a pooler, are
+        kept. A task head is always initialised anew, because equal labels may belong to another
+        task.
 
-        Returns the checkpoint, the names of the fresh weights and those of the dropped ones. Raises
-        BadInput if the architecture does not support the head.
+        Returns the checkpoint, the names of the new weights and the names of the dropped ones.
+        Raises BadInput if the architecture does not support the head.
         """
         task = task_of(head)
         assert task is not None
@@ -117,18 +118,19 @@ def check_head(config: ModelConfig, task: Task | type[Task]) -> None:
 
 
 def parts_of(weights: Collection[str]) -> list[str]:
-    """The heads among these weights that `Model` takes as `parts`."""
+    """The heads that these weights contain and that `Model` takes as `parts`."""
     return [part for part in ("pooler", "pair_head") if f"{part}.weight" in weights]
 
 
 def check_weights(given: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:
-    """Raise BadInput naming the first weight that is missing, unexpected or of the wrong shape."""
+    """Raise BadInput that names the first weight that is missing or has the wrong shape, or the
+    weights that are unexpected."""
     for name, tensor in wanted.items():
         if name not in given:
             raise BadInput(f"{where} lacks the weight {name}, {tuple(tensor.shape)}")
         if given[name].shape != tensor.shape:
             has, needs = tuple(given[name].shape), tuple(tensor.shape)
-            raise BadInput(f"{where}: the weight {name} is {has} where its config wants {needs}")
+            raise BadInput(f"{where}: the weight {name} is {has}, but its config needs {needs}")
     left = sorted(set(given) - set(wanted))
     if left:
         raise BadInput(f"{where} has weights that its config does not know: {', '.join(left[:4])}")
@@ -142,14 +144,14 @@ def initialise(
     distribution: Distribution = "normal",
     purpose: str = "",
 ) -> Tensor:
-    """Fresh values of a weight tensor: norms and running variances 1, biases and running means 0,
-    all others N(0, initializer_range^2), or N(0, spread^2) for a HilbertCNN.
+    """Initial values of a weight tensor: norms and running variances 1, biases and running means 0,
+    all others N(0, initializer_range^2), or N(0, hilbert.initial_std(shape)^2) for a HilbertCNN.
 
-    "normal" is Kao & Lee 2021, appendix A; "truncated" is the same within two standard deviations
-    (Devlin et al. 2019; Huang et al. 2021, section 4.4). Each tensor has its own generator, seeded
-    by (seed, name), so that its values do not depend on what else is initialised. Without a
-    `purpose` they are what a from-scratch model with this seed starts from; each purpose gives
-    different ones.
+    "normal" follows Kao & Lee 2021, appendix A; "truncated" is the same within two standard
+    deviations (Devlin et al. 2019; Huang et al. 2021, section 4.4). Each tensor has its own
+    generator, seeded by (seed, name), so its values do not depend on the other tensors. Without a
+    `purpose` they are the initial values of a from-scratch model with this seed. Each purpose gives
+    different values.
     """
     module, _, kind = name.rpartition(".")
     if module.endswith("norm"):
@@ -166,15 +168,15 @@ def initialise(
 
 
 def number(*parts: object) -> int:
-    """A seed of 56 bits: a hash of the parts."""
+    """A 56-bit seed: a hash of the parts."""
     digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:7], "little")
 
 
 def truncated_normal(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """N(0, 1) within [-2, 2], exactly: values outside (4.6 %) are drawn again.
+    """Exact samples of N(0, 1) within [-2, 2]: values outside (4.6 %) are drawn again.
 
-    Six times as fast as torch.nn.init.trunc_normal_, which inverts the error function.
+    This is six times as fast as torch.nn.init.trunc_normal_, which inverts the error function.
     """
     values = torch.empty(shape).normal_(generator=generator)
     flat = values.view(-1)
@@ -187,8 +189,8 @@ def truncated_normal(shape: torch.Size, generator: torch.Generator) -> Tensor:
 
 
 def fresh(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> Checkpoint:
-    """A freshly initialised model without a head. Raises BadInput if `config` has a smaller
-    vocabulary than the tokenizer; with vocab_size 0 it gets that of the tokenizer."""
+    """A newly initialised model without a head. If vocab_size is 0, the model gets the vocabulary
+    size of the tokenizer. Raises BadInput if vocab_size is smaller than that."""
     if config.vocab_size == 0:
         config = config.model_copy(update={"vocab_size": len(tokenizer)})
     check_vocabulary(config, len(tokenizer))
@@ -219,11 +221,11 @@ def save(
     state: dict[str, Any] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a checkpoint as a directory that is complete or absent. A run also saves `optimizer`
-    and `state`, with which it continues.
+    """Write a checkpoint as a directory that appears only when it is complete. A run also saves
+    `optimizer` and `state`, which it needs to continue.
 
-    Raises BadInput if `path` exists, unless `overwrite`. `check` is called last: if it raises, the
-    directory is not written.
+    Raises BadInput if `path` exists and `overwrite` is false. `check` is called last: if it raises,
+    the directory is not written.
     """
     with atomic_directory(Path(path), overwrite) as directory:
         save_tensors(checkpoint.weights, directory / "model.safetensors")
@@ -250,7 +252,7 @@ def save(
 
 
 def _head_record(head: Head) -> dict[str, Any]:
-    """A head as config.json holds it. Settings that older versions do not know are left out unless
+    """A head as config.json stores it. Settings that older versions do not know are stored only if
     they are set."""
     newer = [name for name in ("smoothing", "class_weights") if not getattr(head, name)]
     return {name: value for name, value in asdict(head).items() if name not in newer}
@@ -268,8 +270,8 @@ def size(checkpoint: Checkpoint) -> int:
 
 
 def forget_state(path: Path) -> None:
-    """Delete the state of a run from its checkpoint. The manifest changes first, so that the
-    checkpoint is never incomplete."""
+    """Delete the state of a run from its checkpoint. The manifest is changed before the files are
+    deleted, so that it never lists a missing file."""
     sums = _sums(path)
     left = {name: value for name, value in sums.items() if name not in STATE}
     write_json(path / "manifest.json", {"sha256": left})
@@ -284,23 +286,23 @@ def content_key(path: Path) -> str:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file. A tensor that has two names is written twice."""
+    """Write a safetensors file. A tensor with two names is written twice."""
     separate: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
-        # the library refuses tensors that share memory
+        # the library refuses tensors that share memory, so copy them
         separate[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
     path.touch()
     mode = path.stat().st_mode
     save_file(separate, path, metadata={"format": "pt"})
-    path.chmod(mode)  # the library makes files that only their owner can read
+    path.chmod(mode)  # the library restricts access to the file's owner
 
 
 def check_output(out: Path, overwrite: bool, *read: Path) -> None:
-    """Raise BadInput if a checkpoint cannot be written to `out`: it exists and `overwrite` is
-    false, it is not a checkpoint, or it contains an input (`read`)."""
+    """Raise BadInput if a checkpoint cannot be written to `out`, because `out` exists and
+    `overwrite` is false, is not a checkpoint, or contains one of the input paths `read`."""
     refuse_existing(out, overwrite)
     if out.exists() and not (out / "manifest.json").is_file():
         raise BadInput(f"{out} is not a checkpoint, so it is not overwritten; give another output")
@@ -310,9 +312,9 @@ def check_output(out: Path, overwrite: bool, *read: Path) -> None:
 
 
 def resolve(path: str | Path) -> Path:
-    """The checkpoint that a path stands for: the directory itself, the one that a finished run
-    selected, or one that comes with the package, such as micro/english, if the path does not exist.
-    Raises BadInput if there is none."""
+    """The checkpoint directory for a path. If the path is a finished run, it is the checkpoint that
+    the run selected. A path that does not exist can name a checkpoint that comes with the package,
+    such as micro/english. Raises BadInput if there is no checkpoint."""
     given, path = Path(path), installed(path)
     put_back(path)
     if (path / "manifest.json").is_file():
@@ -331,10 +333,10 @@ def resolve(path: str | Path) -> Path:
             )
         raise BadInput(f"the run {path} is not finished; name one of its checkpoints: {steps}")
     if not path.is_dir():
-        where = ", neither here nor in the package" if given != path else ""
+        where = " here or in the package" if given != path else ""
         raise BadInput(f"the checkpoint {given} does not exist{where}")
     several = [manifest.parent.name for manifest in path.glob("step_*/manifest.json")]
-    if several:  # a run's trajectory, for example
+    if several:  # such as a run's trajectory
         names = ", ".join(sorted(several, key=lambda name: (len(name), name)))
         raise BadInput(f"{path} holds several checkpoints; name one of them: {names}")
     foreign = (path / "config.json").is_file()
@@ -343,7 +345,7 @@ def resolve(path: str | Path) -> Path:
 
 
 def verify(path: Path) -> None:
-    """Raise BadInput naming the first file of a checkpoint that is missing or has changed."""
+    """Raise BadInput that names the first file of a checkpoint that is missing or has changed."""
     sums = _sums(path)
     for name in sums:
         if not (path / name).is_file():
@@ -370,21 +372,22 @@ def _sums(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[Checkpoint, Callable[[], None]]]:
-    """A checkpoint that is verified in the background while it is used. The function that comes
-    with it waits for the result, and raises BadInput if the checkpoint is damaged."""
+    """A context that yields a checkpoint and a function. The checkpoint is verified in the
+    background. The function waits for the result, and raises BadInput if the checkpoint is
+    damaged."""
     with ThreadPoolExecutor(1) as pool:
         check = pool.submit(verify, path)
         try:
             yield _read(path), check.result
         finally:
-            check.result()  # damage explains any other error
+            check.result()  # if the checkpoint is damaged, this replaces any other error
 
 
 def load(path: str | Path, verified: bool = False) -> Checkpoint:
-    """The checkpoint that `path` stands for; see `resolve`. If it is `verified` already, its
-    checksums are not computed again.
+    """The checkpoint at `path` (see `resolve`). If `verified` is true, its checksums are not
+    computed again.
 
-    The weights are memory-mapped: they take no memory before they are used, and changing them in
+    The weights are memory-mapped: they use no memory until they are read, and changing them in
     place does not change the file. Raises BadInput if the checkpoint is absent, incomplete or
     damaged.
     """
@@ -399,7 +402,7 @@ def _read(path: Path) -> Checkpoint:
     meta = read_json(path / "config.json")
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise BadInput(
-            f"{path / 'config.json'} is not of format {FORMAT}, the one that this version reads"
+            f"{path / 'config.json'} is not of format {FORMAT}, which this version requires"
         )
     try:
         config = ModelConfig(**meta["model"])
@@ -436,6 +439,6 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise BadInput(f"{path} does not exist") from None
     except safetensors.SafetensorError as error:
-        raise BadInput(f"{path} is not a whole safetensors file: {error}") from None
+        raise BadInput(f"{path} is not a complete safetensors file: {error}") from None
     except OSError as error:  # a directory, for example
         raise BadInput(f"{path} cannot be read: {error}") from None

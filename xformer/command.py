@@ -54,14 +54,15 @@ RECIPES = """List the recipes that come with the package, or print one.
     xformer recipes show finetune/classify
     xformer recipes show finetune/classify > mine.toml
 
-A recipe's name stands for its file: `xformer train finetune/classify ...`, `xformer study
-kao2021-figure2 ...`. If there is a file with that path, the file is used. `show` prints the recipes
-that a recipe is based on by name, so that a copy works anywhere.
+Commands accept a recipe's name instead of a file: `xformer train finetune/classify ...`, `xformer
+study kao2021-figure2 ...`. If a file with that path exists, the file is used. A recipe may refer to
+other recipes by relative paths; `show` replaces the paths by names, so that a copy works anywhere.
 """
 
 
 class Command(NamedTuple):
-    """A sub-command: one sentence about it, and its main function, which imports what it needs."""
+    """A sub-command: a sentence about it, and its main function, which imports the modules that it
+    needs."""
 
     about: str
     main: Callable[[], None]
@@ -116,7 +117,7 @@ def _evaluate() -> None:
 
 
 def _program(name: str) -> Callable[[], None]:
-    """The main function of the package xformer.NAME, imported when it is called."""
+    """A function that imports the package xformer.NAME and calls its main function."""
 
     def main() -> None:
         module = import_module(f"xformer.{name}.__main__")
@@ -127,7 +128,7 @@ def _program(name: str) -> Callable[[], None]:
 
 
 def _explain(usage: str | None) -> None:
-    """Let --help begin with this text. It prints the docstring of the running program."""
+    """Make --help begin with this text, by making it the docstring of the running program."""
     sys.modules["__main__"].__doc__ = usage
 
 
@@ -155,8 +156,8 @@ def _line(name: str, path: Path) -> str:
 
 
 def portable(path: Path) -> str:
-    """The text of a recipe that comes with the package, with the names of other recipes in place of
-    relative paths."""
+    """The text of a recipe that comes with the package, with relative paths to other recipes
+    replaced by their names."""
     names = {file.resolve(): name for name, file in recipes().items()}
 
     def by_name(match: re.Match[str]) -> str:
@@ -167,7 +168,7 @@ def portable(path: Path) -> str:
 
 
 COMMANDS = {
-    "preprocess": Command("Turn raw files into stores, which training reads.", _preprocess),
+    "preprocess": Command("Turn raw files into stores for training.", _preprocess),
     "train": Command("Pre-train or fine-tune a model, as a recipe says.", _train),
     "evaluate": Command("Score a checkpoint, fill masks, or predict raw rows.", _evaluate),
     "convert": Command(

@@ -1,7 +1,7 @@
-"""Typed settings from TOML recipes and `key=value` overrides; --help is made from the fields.
+"""Typed settings from TOML recipes and `key=value` overrides, and the text of --help.
 
 Overrides take precedence over the recipe, the recipe over its base, and the base over defaults.
-Every settings class is frozen, refuses unknown keys, and lives next to the code that uses it.
+Every settings class is frozen, refuses unknown keys, and is defined next to the code that uses it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from pydantic_core import ErrorDetails
 from xformer.data.display import say
 from xformer.data.errors import BadInput, typed
 
-WIDTH = 100  # columns of help
+WIDTH = 100  # width of help texts in columns
 SHORT = {"seed": "all"}  # `seed = N` is short for `seed.all = N`
 MOVED = {"data.store": "data", "data.fraction": "fraction"}  # keys that were renamed
 # keys that were removed, and why
 GONE = {"system.shard": "every rank keeps the whole model (batch.accumulate saves memory)"}
-LARGEST = 2**24  # bytes of a recipe
+LARGEST = 2**24  # largest size of a recipe in bytes
 
 SettingsType = TypeVar("SettingsType", bound="Settings")
 
 
 class Settings(BaseModel):
-    """Base of every group of settings."""
+    """The base class of every group of settings."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
@@ -74,8 +74,9 @@ def each(paths: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def follows(key: str, values: dict[str, Any], other: Any, **limits: Any) -> Any:
-    """A field whose default depends on `key`, which stands above it in the same group: `values` of
-    that key's value, or else `other`. --help shows all defaults. `limits` go to Field."""
+    """A field whose default depends on the value of `key`, an earlier field of the same group. The
+    default is the entry of `values` for that value, or `other` if there is none. --help shows all
+    defaults. `limits` are passed to Field."""
     choices = [f"{show(value)} for {name}" for name, value in values.items()]
     shown = f"{', '.join(choices)}, {show(other)} for all others"
     return Field(
@@ -88,8 +89,8 @@ def follows(key: str, values: dict[str, Any], other: Any, **limits: Any) -> Any:
 def load(schema: type[SettingsType], arguments: list[str], recipe: bool = True) -> SettingsType:
     """Settings from command-line arguments: a recipe by path or name (if `recipe`), then key=value.
 
-    With --help, prints every key and exits. Raises BadInput naming the key, its value and the
-    nearest valid key.
+    With --help, prints every key and exits. Raises BadInput that names the wrong key, its value and
+    the nearest valid key.
     """
     if any(argument in ("-h", "--help") for argument in arguments):
         say(*help_text(schema).split("\n"))
@@ -109,7 +110,7 @@ def load(schema: type[SettingsType], arguments: list[str], recipe: bool = True) 
 def recipes() -> dict[str, Path]:
     """The recipes that come with the package: {"pretrain/mini": its file, ...}.
 
-    An installed package contains them; in a checkout they lie beside the package.
+    An installed package contains the recipes. In a checkout they are next to the package.
     """
     own = Path(__file__).parent / "recipes"
     files = (own if own.is_dir() else own.parents[1] / "recipes").glob("*/*.toml")
@@ -118,8 +119,8 @@ def recipes() -> dict[str, Path]:
 
 def find_recipe(text: str, beside: Path = Path(), kind: str = "") -> Path:
     """The file of a recipe, given by its path relative to `beside` or by its name in `recipes()`.
-    With a `kind` such as "studies", the name may omit that folder. A text that is neither is
-    returned as a path, which `read_recipe` refuses."""
+    With a `kind` such as "studies", the name may omit that folder. If there is no such recipe, the
+    text is returned as a path, which `read_recipe` refuses."""
     path = beside / text
     if path.exists() and not path.is_dir():
         return path
@@ -128,14 +129,14 @@ def find_recipe(text: str, beside: Path = Path(), kind: str = "") -> Path:
 
 
 def _nearest_recipe(path: Path) -> str:
-    """ "; did you mean X?" for a recipe that does not exist: a file beside it, or a name."""
+    """ "; did you mean X?" for a recipe that does not exist. X is a file beside it, or a name."""
     if near := nearest(path.name, [p.name for p in path.parent.glob("*.toml")]):
         return near
     name, names = "/".join(path.with_suffix("").parts[-2:]), list(recipes())
     full = {key.partition("/")[2]: key for key in names}
     close = difflib.get_close_matches(name, names, 1)
     close = close or [full[stem] for stem in difflib.get_close_matches(path.stem, full, 1)]
-    return f"; did you mean {close[0]}?" if close else "; `xformer recipes` lists those by name"
+    return f"; did you mean {close[0]}?" if close else "; `xformer recipes` lists the names"
 
 
 def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -149,7 +150,7 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
             raise BadInput(f"the recipe {path} is a device or a pipe; give a file")
         if status.st_size > LARGEST:
             size = f"{status.st_size:,} bytes"
-            raise BadInput(f"the recipe {path} has {size}, too many for a recipe; give a TOML file")
+            raise BadInput(f"the recipe {path} has {size}, more than {LARGEST:,}; give a TOML file")
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise BadInput(f"the recipe {path} does not exist{_nearest_recipe(path)}") from None
@@ -159,7 +160,7 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise BadInput(f"{path} is not TOML: {error}") from None
     base = values.pop("base", None)
     try:
-        refuse_moved(values)  # before merging, which could hide an old group
+        refuse_moved(values)  # before merging, because that could hide a key that was moved
     except BadInput as error:
         raise BadInput(f"{path}: {error}") from None
     if base is None:
@@ -174,8 +175,8 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _make_absolute(values: dict[str, Any], folder: Path) -> None:
-    """Make the recipes of a study's stages absolute paths. They are relative to its `folder`, and a
-    study in another folder is based on it."""
+    """Make the paths of the recipes of a study's stages absolute. They are relative to the study's
+    `folder`, but another study, which is based on it, may be in another folder."""
     scales = values.get("scales")
     parts = [values, *(scales.values() if isinstance(scales, dict) else ())]
     for part in filter(lambda part: isinstance(part, dict), parts):
@@ -188,8 +189,9 @@ def _make_absolute(values: dict[str, Any], folder: Path) -> None:
 def parse_overrides(schema: type[Settings], arguments: list[str]) -> dict[str, Any]:
     """Overrides as nested values: ["optim.lr=1e-4"] -> {"optim": {"lr": 1e-4}}.
 
-    Values are parsed as TOML, or else taken as strings. For keys that take strings, a value such as
-    2026 stays a string. Raises BadInput if an argument is not KEY=VALUE, or if its key was renamed.
+    Values are parsed as TOML; values that are not TOML are strings. For keys that take strings, a
+    value such as 2026 remains a string. Raises BadInput if an argument is not KEY=VALUE, or if its
+    key was renamed.
     """
     types = all_keys(schema)
     values: dict[str, Any] = {}
@@ -218,8 +220,8 @@ def toml_value(text: str) -> Any:
 
 
 def merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
-    """`low` with the values of `high` over it, group by group. `seed = N` is short for
-    `seed.all = N`."""
+    """The values of `low` and `high`, merged group by group; those of `high` take precedence.
+    `seed = N` is short for `seed.all = N`."""
     merged: dict[str, Any] = {}
     for key in [*low, *(key for key in high if key not in low)]:
         pair = [values[key] for values in (low, high) if key in values]
@@ -241,8 +243,8 @@ def validate(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType
 
 
 def refuse_moved(values: Mapping[str, Any], known: Collection[str] = MOVED.values()) -> None:
-    """Raise BadInput if a key was removed, or renamed to one of the `known` names; the message says
-    what to write. Keys may be dotted or nested."""
+    """Raise BadInput if a key was removed, or was renamed to one of the `known` names. The message
+    says what to write instead. Keys may be dotted or nested."""
     groups = {key: value for key, value in values.items() if isinstance(value, dict)}
     dotted = {f"{group}.{key}": groups[group][key] for group in groups for key in groups[group]}
     dotted |= values
@@ -258,9 +260,9 @@ def refuse_moved(values: Mapping[str, Any], known: Collection[str] = MOVED.value
 
 
 def _refuse_nul(values: dict[str, Any]) -> None:
-    """Raise BadInput naming a key whose text holds a NUL character, which no path may contain."""
+    """Raise BadInput that names the key if a text contains a NUL character, which paths cannot."""
     left: list[tuple[str, Any]] = [("", values)]
-    while left:  # not a recursion, because values may be nested very deeply
+    while left:  # a loop, because values may be nested too deeply for a recursion
         name, value = left.pop()
         if isinstance(value, dict):
             left += [(f"{name}.{key}" if name else str(key), v) for key, v in value.items()]
@@ -271,9 +273,9 @@ def _refuse_nul(values: dict[str, Any]) -> None:
 
 
 def _complaint(schema: type[Settings], error: ErrorDetails) -> str:
-    """pydantic's error as one line: the key, the value, and what would be right."""
+    """pydantic's error as one line: the key, the value, and what a correct value is."""
     kind, value = error["type"], _repr(error["input"])
-    # after the index of an operation, pydantic names its class, which is not a key
+    # after the index of an operation pydantic adds the name of its class, which is not a key
     pairs = pairwise(("", *error["loc"]))
     place = [part for before, part in pairs if not isinstance(before, int)]
     message = error["msg"].replace("tuple", "list").replace("Tuple", "list")
@@ -288,7 +290,7 @@ def _complaint(schema: type[Settings], error: ErrorDetails) -> str:
         return f"unknown key {name}{'' if in_list else nearest(name, choices)}"
     if kind == "missing":
         return f"{name} must be given: {name}=..."
-    if kind == "value_error":  # raised by a validator here, so it names the key itself
+    if kind == "value_error":  # from one of our validators, whose messages name the key
         return message.removeprefix("Value error, ")
     if kind == "model_type":
         message = f"this is a group of keys; give {name}.KEY=VALUE"
@@ -307,7 +309,7 @@ def _repr(value: Any) -> str:
         return "{... very deep ...}"
 
 
-# names that transformers and others use for these keys
+# the names that transformers and other libraries use for some keys
 ELSEWHERE = {
     "batch_size": "batch.rows",
     "bf16": "system.precision",
@@ -335,7 +337,7 @@ ELSEWHERE = {
 
 
 def nearest(name: str, choices: list[str]) -> str:
-    """ "; did you mean X?" for the choice nearest to a misspelt name, or ""."""
+    """ "; did you mean X?" with the choice nearest to a misspelt name, or "" if none is near."""
     own, last = name.rpartition(".")[2], {c: c.rpartition(".")[2] for c in choices}
     if ELSEWHERE.get(own) in choices:
         return f"; did you mean {ELSEWHERE[own]}?"
@@ -373,13 +375,13 @@ def _is_group(annotation: Any) -> TypeGuard[type[BaseModel]]:
 
 def help_text(schema: type[BaseModel], title: str | None = None) -> str:
     """The text of --help: the docstring of the running program (or `title`), then the type, the
-    default and the description of each key. Commands are spelled as this user types them."""
+    default and the description of each key. Commands are spelt as this user types them."""
     title = sys.modules["__main__"].__doc__ if title is None else title
     return typed("\n".join([(title or "").strip(), "", "Keys:", *_help_lines(schema, "")]))
 
 
 def _help_lines(schema: type[BaseModel], prefix: str) -> list[str]:
-    """Lines about the keys of a group, then about its sub-groups."""
+    """The lines of help for the keys of a group, then for its sub-groups."""
     lines: list[str] = []
     groups: list[str] = []
     for name, field in schema.model_fields.items():
@@ -416,7 +418,7 @@ def _operation_help(operation: type[BaseModel]) -> list[str]:
 
 
 def wrapped(text: str | None, indent: int) -> list[str]:
-    """The lines of a paragraph, at most WIDTH columns wide with this indent."""
+    """A text as the lines of a paragraph, which are at most WIDTH columns wide with the indent."""
     margin = " " * indent
     words = " ".join((text or "").split())
     return textwrap.wrap(words, WIDTH, initial_indent=margin, subsequent_indent=margin)
@@ -430,8 +432,8 @@ def _operations(annotation: Any) -> list[type[BaseModel]]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key: {"optim": {"lr": 1e-4}} -> {"optim.lr": 1e-4}. Keys that are dotted
-    already stay as they are."""
+    """Values by dotted key: {"optim": {"lr": 1e-4}} -> {"optim.lr": 1e-4}. Dotted keys are not
+    changed."""
     flattened: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
@@ -451,7 +453,7 @@ def _name(key: str) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as TOML."""
+    """A value written as TOML."""
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(show, value))}]"
     if isinstance(value, dict):

@@ -1,12 +1,12 @@
-"""The cost of a model: its parameters, its floating-point operations, and the use of a device.
+"""The cost of a model: its parameters, its floating-point operations, and its use of a device.
 
 T tokens, N rows, M masked tokens, S the sum over rows of their squared lengths; C hidden size, E
 embedding size, F inner size of the MLP, V vocabulary, K outputs of a head.
 
-Operations are those of the matrix products for real tokens; a multiplication and an addition are
-two. Padding, recomputation and element-wise work do not count, so that shares of a device's peak
-can be compared between programs (as in Chowdhery et al. 2022, appendix B). The part of the last
-layer after its attention counts only for the tokens that are predicted.
+Only the operations of matrix products on real tokens are counted; a multiplication with an addition
+counts as two. Padding, recomputation and element-wise operations are not counted, so that the share
+of a device's peak can be compared between programs (as in Chowdhery et al. 2022, appendix B). The
+part of the last layer after its attention is counted only for the tokens that the head reads.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from xformer.model.config import ModelConfig
 from xformer.tasks.classify import Classify
 from xformer.tasks.task import Head, Model, Task
 
-BACKWARD = 2  # the backward pass of a product is two products of its size
+BACKWARD = 2  # the backward pass of a matrix product is two products of the same size
 
-# (part of a device's name, its peak in bf16, its peak in fp32), in 10^12 operations a second: dense
-# matrices, fp32 accumulation. From NVIDIA's data sheets. The first match counts.
+# (part of a device's name, its peak in bf16, its peak in fp32), in 10^12 operations per second, for
+# dense matrices with fp32 accumulation, from NVIDIA's data sheets. The first match is used.
 PEAKS = (
     ("H200", 989.0, 67.0),
     ("H100 PCIe", 756.0, 51.0),
@@ -43,8 +43,8 @@ PEAKS = (
 def parameters(
     config: ModelConfig, task: Task | None = None, parts: Collection[str] = ()
 ) -> dict[str, int]:
-    """The number of parameters by part of the model; shared ones count once. The arguments are
-    those of `Model`.
+    """The number of parameters of each part of the model. Shared parameters are counted once. The
+    arguments are those of `Model`.
 
     The parts are word embeddings, other embeddings, attention, feed-forward, norms, final norm,
     convolutions and heads. A part that a model lacks has no entry.
@@ -70,14 +70,14 @@ def _part(name: str) -> str:
 
 
 def forward_flops(config: ModelConfig, task: Task | None, work: Workload) -> int:
-    """Operations of a forward pass with the task's head; without a task, of the encoder."""
+    """Operations of a forward pass with the task's head, or of the encoder if `task` is None."""
     if config.architecture == "hilbert_cnn":
         return sum(_convolutions(config, task)) * work.rows
     C, E, F = config.hidden, config.width, config.intermediate
     last = work.tokens if task is None else task.tokens_read(work)
     # 2 for multiply and add: qkv 3CC; scores and weighted sums 2C per pair of tokens in a row
     flops = config.layers * (6 * C * C * work.tokens + 4 * C * work.squares)
-    # attention output CC, MLP up CF and down CF: in the last layer only where something is read
+    # attention output CC, MLP up CF and down CF: in the last layer only for tokens that are read
     flops += (2 * C * C + 4 * C * F) * ((config.layers - 1) * work.tokens + last)
     if config.embedding:
         flops += 2 * E * C * work.tokens
@@ -114,7 +114,7 @@ def _convolutions(config: ModelConfig, task: Task | None) -> list[int]:
 
 
 def peak_flops(device: str, precision: str) -> float | None:
-    """The peak of a device in operations per second, by its name; None if it is not known."""
+    """The peak of a device in operations per second, or None if its name is not known."""
     for name, half, full in PEAKS:
         if name in device:
             return 1e12 * (half if precision == "bf16" else full)
@@ -122,5 +122,5 @@ def peak_flops(device: str, precision: str) -> float | None:
 
 
 def utilisation(flops: float, seconds: float, peak: float, devices: int = 1) -> float:
-    """Model FLOPs utilisation (MFU): the share of the peak of `devices` that the model used."""
+    """Model FLOPs utilisation (MFU): `flops` in `seconds` as a share of the peak of `devices`."""
     return flops / (max(seconds, 1e-9) * peak * devices)

@@ -39,8 +39,8 @@ from xformer.scoring import assembler_for, outputs_of, score
 from xformer.tasks.mlm import likeliest, with_masks
 from xformer.tasks.task import Task, as_table, check_finite
 
-# Writes the rows of a file as the split `input` of a new store. Arguments: file, head, tokenizer,
-# path of the store. preprocess/ has it, which the modules of xformer/ may not import.
+# A function that writes the rows of a file as the split `input` of a new store. Arguments: file,
+# head, tokenizer, path of the store. It is in preprocess/, which this module may not import.
 WriteRows = Callable[[Path, dict[str, Any], Tokenizer, Path], None]
 
 # the keys that can be combined with each form of the command
@@ -59,8 +59,9 @@ class EvaluateConfig(Settings):
     split: str = "test"
     """The split of the store to score."""
     out: str | None = None
-    """Write the scores to this file as JSON. With input=, write the predictions as a tab-separated
-    table; for span heads, if the name ends in .json, as JSON for SQuAD's script."""
+    """Write the scores to this file as JSON. With input=, write the predictions to this file as a
+    tab-separated table, or, for span heads and a name that ends in .json, as JSON for SQuAD's
+    script."""
     predictions: str | None = None
     """Write the predictions to this file as a tab-separated table, with one line per row (for
     head=choice: per question) and a column `gold` if the split has labels. For span heads, write
@@ -68,8 +69,9 @@ class EvaluateConfig(Settings):
     labels of every row for xformer.predictions instead."""
     threshold: float | None = None
     """For span heads: leave a question unanswered if "no answer" scores higher than its best span
-    by more than this. Scoring the split valid prints a best_threshold to use here. Default:
-    0 if the split has questions without an answer, else every question is answered."""
+    by more than this. To find a good value, score the split valid, which prints best_threshold.
+    Default: 0 if the split has questions without an answer; otherwise all questions are
+    answered."""
     text: str | None = None
     """A text with mask tokens, such as 'The [MASK] sat.'. The likeliest tokens for each mask are
     printed."""
@@ -78,10 +80,10 @@ class EvaluateConfig(Settings):
     input: str | None = None
     """A file of raw rows to predict, in any format that preprocess.py reads for the checkpoint's
     task: FASTA, csv, tsv, JSON lines, parquet, MIDI, SQuAD, CoNLL's columns. Labels may be missing.
-    A file that holds only texts needs no header."""
+    A file that contains only texts needs no header."""
     mapping: str | None = None
-    """How token ids of the store become those of the model (see `python train.py --help`); default:
-    as in training."""
+    """How token ids of the store become those of the model (see `python train.py --help`). Default:
+    the mapping that the checkpoint was trained with."""
     system: SystemConfig = SystemConfig()
 
 
@@ -90,13 +92,13 @@ def fill_mask(
 ) -> list[list[tuple[float, str]]]:
     """For each mask token in `text`, the `top` likeliest pieces as (probability, piece).
 
-    Raises BadInput if the checkpoint has no MLM head or the text has no mask token or is too long,
-    and Failure if the model's outputs are not finite.
+    Raises BadInput if the checkpoint has no MLM head, or if the text has no mask token or is too
+    long. Raises Failure if the model's outputs are not finite.
     """
     task, tokenizer = checkpoint.task, checkpoint.tokenizer
     if task is None or not task.predicts_masked:
         raise BadInput(
-            "this checkpoint has no MLM head, so it cannot fill a mask; give a pre-trained one"
+            "this checkpoint has no MLM head, so it cannot fill a mask; give one that has"
         )
     batch = with_masks(tokenizer, text, checkpoint.config.max_positions)
     model = checkpoint.model().to(ranks.device)
@@ -110,7 +112,8 @@ def fill_mask(
 
 
 def main(write_rows: WriteRows | None = None) -> None:
-    """`python evaluate.py CHECKPOINT key=value ...`; input= needs `write_rows`."""
+    """`python evaluate.py CHECKPOINT key=value ...`. For input= the caller must give
+    `write_rows`."""
     arguments = sys.argv[1:]
     if any(a in ("-h", "--help") for a in arguments):
         say(*help_text(EvaluateConfig).split("\n"))
@@ -133,7 +136,7 @@ def main(write_rows: WriteRows | None = None) -> None:
 
 
 def parse_arguments(arguments: list[str]) -> EvaluateConfig:
-    """The settings of a command line. Raises BadInput if they do not go together."""
+    """The settings of a command line. Raises BadInput if they cannot be combined."""
     if not arguments or "=" in arguments[0]:
         raise BadInput("the first argument must be a checkpoint or a run, such as runs/english")
     values = parse_overrides(EvaluateConfig, arguments[1:])
@@ -148,7 +151,7 @@ def parse_arguments(arguments: list[str]) -> EvaluateConfig:
             f"{', '.join(FORMS[form])}"
         )
     if config.out and config.predictions and Path(config.out) == Path(config.predictions):
-        raise BadInput(f"out= and predictions= are both {config.out}; give each a file of its own")
+        raise BadInput(f"out= and predictions= are both {config.out}; give two different files")
     for output in (config.out, config.predictions):
         if output:
             _check_writable(Path(output))
@@ -223,7 +226,10 @@ def _wants_arrays(config: EvaluateConfig) -> bool:
 
 def _check_threshold(config: EvaluateConfig, task: Task) -> None:
     if config.threshold is not None and not task.takes_threshold:
-        raise BadInput(f"threshold= is for span heads; this checkpoint's head is {task.name}")
+        raise BadInput(
+            f"threshold= applies only to span heads, but this checkpoint's head is {task.name}: "
+            "leave it out"
+        )
 
 
 def _say_truncated(checkpoint: Checkpoint, assembler: Assembler) -> None:
@@ -252,7 +258,7 @@ def _predict_file(
         assembler = Assembler(split, checkpoint.tokenizer, head.max_tokens, checkpoint.mapping)
         _say_truncated(checkpoint, assembler)
         model = checkpoint.model().to(ranks.device)
-        alone = replace(ranks, rank=0, world_size=1)  # the other ranks do nothing here
+        alone = replace(ranks, rank=0, world_size=1)  # only rank 0 runs this function
         outputs = outputs_of(model, assembler, alone, precision, "the input: outputs")
         if as_json:
             lines = task.lines(outputs, split, config.threshold)

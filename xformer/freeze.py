@@ -1,4 +1,4 @@
-"""Train only some weights: those whose names match the patterns of `train.only`."""
+"""Train only the weights whose names match the patterns of `train.only`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from xformer.data.errors import BadInput
 
 
 def chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> set[str]:
-    """The names of the weights that these patterns choose; without patterns, all names.
+    """The names of the weights that these patterns choose. Without patterns, all names.
 
     A pattern is the name of a weight or its beginning up to a dot, with or without "encoder.". It
-    may hold `*` and `?`: "mlm_head", "embeddings.word", "layers.*.attention" (layers count from 0).
-    Raises BadInput if no weight matches a pattern, naming the nearest beginning.
+    may contain `*` and `?`: "mlm_head", "embeddings.word", "layers.*.attention" (layers count from
+    0). Raises BadInput that names the nearest beginning if no weight matches a pattern.
     """
     if not patterns:
         return set(checkpoint.weights)
@@ -41,7 +41,7 @@ def chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> set[str]:
 
 
 def freeze(model: nn.Module, trained: set[str]) -> None:
-    """Let only the weights of these names have a gradient."""
+    """Switch off the gradients of all weights except those with these names."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
 
@@ -55,7 +55,7 @@ def describe_frozen(checkpoint: Checkpoint, trained: set[str], fresh: Sequence[s
     count = sum(sizes[name] for name in trained)
     lines = [f"trains {count:,} of {sum(sizes.values()):,} parameters, the rest is frozen"]
     if lost := sorted({name.split(".")[0] for name in fresh if name not in trained}):
-        lines.append(f"new weights that train.only leaves frozen: {', '.join(lost)}")
+        lines.append(f"frozen by train.only although newly initialised: {', '.join(lost)}")
     return lines
 
 
@@ -64,8 +64,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _beginnings(name: str, whole: bool = False) -> list[str]:
-    """The beginnings of a name: "mlm_head", "mlm_head.bias" of "mlm_head.bias". "encoder." is left
-    out; with `whole`, the beginnings with it are there too."""
+    """The beginnings of a name up to each dot: "mlm_head" and "mlm_head.bias" for "mlm_head.bias".
+    "encoder." is removed; with `whole`, the beginnings that include it are returned too."""
     names = [name.removeprefix("encoder."), *([name] if whole else [])]
     return [b for each in names for b in accumulate(each.split("."), lambda a, b: f"{a}.{b}")]
 

@@ -1,5 +1,5 @@
-"""The reports of a run: `log.jsonl`, TensorBoard's curves drawn from it, and a progress bar on a
-terminal or plain lines elsewhere. Only rank 0 reports.
+"""The reports of a run: `log.jsonl`, TensorBoard's curves, and a progress bar on a terminal or
+plain lines elsewhere. The curves show the numbers in log.jsonl. Only rank 0 reports.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ SILENT = {"event", "step", "time", "epoch", "rank", "micro_batch"}  # fields wit
 
 
 class Monitor:
-    """Logs the events of a run whose log reaches to `step` (see cut_log); a context manager.
+    """Logs the events of a run; a context manager. The run continues from `step` (see cut_log).
 
-    The progress bar shows `done` of `total` units, which are steps or samples. Unless `active`, it
-    does nothing.
+    The progress bar shows `done` of `total` units, which are steps or samples. If `active` is
+    false, all methods do nothing.
     """
 
     def __init__(self, run: Path, active: bool, step: int, done: int, total: int, unit: str):
         self.run, self.active = run, active
-        self.refused, self.drawing = False, True  # so that a full disk is reported once
+        self.refused, self.drawing = False, True  # used to report a full disk only once
         if not active:
             return
         self.path = run / "log.jsonl"
@@ -60,7 +60,7 @@ class Monitor:
         self._on_board(self.board.close)
         self._write()
         self.file.close()
-        if not self.drawing and error is None:  # a finished run is not started again
+        if not self.drawing and error is None:  # a finished run has no next start that could draw
             self.drawing = True
             self._on_board(self._draw_anew)
         if self.unwritten and error is None:
@@ -114,8 +114,8 @@ class Monitor:
             self.refused = True
 
     def _on_board(self, draw: Callable[[], None]) -> None:
-        """Call `draw`. Once that has failed, nothing more is drawn until the end of the run, or its
-        next start, draws everything from the log."""
+        """Call `draw`. After a failure nothing more is drawn. At the end of the run, or when it is
+        started again, all curves are drawn again from the log."""
         if not self.drawing:
             return
         try:
@@ -145,11 +145,11 @@ class Monitor:
 
 
 class Board:
-    """A new file of TensorBoard's events in a directory, for the steps from `step` on. It tells
-    TensorBoard to forget these steps of older files.
+    """A new file of TensorBoard events in a directory, for the steps from `step` on. The file tells
+    TensorBoard to discard these steps from older files.
 
-    It writes one event per line of the log. torch's SummaryWriter writes one per number, each ten
-    times as costly, and takes seconds to import.
+    It contains one event for each line of the log. torch's SummaryWriter would write one event for
+    each number, would need ten times as long for each event, and takes seconds to import.
     """
 
     def __init__(self, directory: Path, step: int):
@@ -163,7 +163,7 @@ class Board:
             shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(exist_ok=True)
         last = max((int(name.removeprefix(start)) for name in files), default=0)
-        name = f"{start}{max(time.time_ns(), last + 1)}"  # they are read in order
+        name = f"{start}{max(time.time_ns(), last + 1)}"  # TensorBoard reads files by name
         self.writer, self.event = RecordWriter((directory / name).open("wb")), Event
         self._write(file_version="brain.Event:2")
         if files:
@@ -198,14 +198,14 @@ class Board:
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    """The events of a run's log, in order. Lines that are not events are left out, such as the torn
-    last line of a run that was killed."""
+    """The events of a run's log, in order. Lines that are not events are left out, such as an
+    incomplete last line of a run that was killed."""
     lines = (run / "log.jsonl").read_bytes().split(b"\n")
     return [record for line in lines if (record := _record(line)) is not None]
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The event in a line of a log; None if it holds none."""
+    """The event in a line of a log, or None if the line is not an event."""
     try:
         record = json.loads(line)
         whole = isinstance(record["event"], str) and isinstance(record["step"], int)
@@ -217,10 +217,10 @@ def _record(line: bytes) -> dict[str, Any] | None:
 def cut_log(run: Path, step: int) -> str:
     """Remove the events after `step`, and the event "end", from the log of a run that restarts.
 
-    If lines up to `step` cannot be read, keeps a copy of the damaged log, and returns a line that
-    says so; otherwise "". A torn last line is not damage: a killed run leaves one. The log is
-    flushed before a checkpoint is written, so that line is after the checkpoint, and its step will
-    be repeated.
+    If lines up to `step` cannot be read, keeps a copy of the damaged log and returns a line that
+    says so; otherwise returns "". An incomplete last line does not count as damage, because a
+    killed run can leave one. The log is flushed before a checkpoint is written, so an incomplete
+    line is of a step after the checkpoint, which will be repeated.
     """
     path = run / "log.jsonl"
     content = path.read_bytes() if path.exists() else b""
@@ -247,19 +247,20 @@ def cut_log(run: Path, step: int) -> str:
 
 
 def _copy_aside(path: Path, content: bytes) -> str:
-    """Write the content of a damaged log beside it, and return the name of the copy."""
+    """Write the content of a damaged log to a file next to it, and return the name of the copy."""
     for number in range(1, 1000):
         copy = path.with_name(f"{path.name}.damaged{f'.{number}' if number > 1 else ''}")
-        if copy.exists() and copy.read_bytes() == content:  # an earlier start was killed after this
+        if copy.exists() and copy.read_bytes() == content:  # an earlier start wrote this copy
             return copy.name
         if not copy.exists():
             write_bytes(copy, content)
             return copy.name
-    raise Failure(f"{path} is damaged, and there are 999 damaged logs beside it: delete some")
+    raise Failure(f"{path} is damaged, and there are 999 damaged logs next to it: delete some")
 
 
 def peak_memory(device: torch.device) -> float:
-    """The peak memory in GiB: of CUDA's allocator, or else of this process (resident)."""
+    """The peak memory in GiB: that of CUDA's allocator, or on a CPU the resident memory of this
+    process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

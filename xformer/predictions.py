@@ -1,10 +1,10 @@
-"""Files with a task's predictions for every row of a split, from which any statistic can be
-computed later without the model and without the store.
+"""Files with a task's predictions for every row of a split. With such a file, any statistic can be
+computed later without the model and the store.
 
     from xformer.predictions import read
 
     valid = read("runs/cola/predictions/valid.npz")
-    valid.metrics()                             # those of result.json, digit for digit
+    valid.metrics()                             # exactly the metrics in result.json
     valid.arrays["outputs"].argmax(1)           # (N,) the predicted classes
     valid.arrays["label"], valid.classes
 
@@ -13,16 +13,17 @@ in the store's split, and further arrays that depend on the task:
 
     classify  outputs (N, K) logits, label (N,), group (N,) if rows vote
     regress   outputs (N, 1) scores, label (N,), group (N,) if rows are averaged
-    choice    outputs (N, 1) the score of each ending, label (N,) the right ending of the question,
+    choice    outputs (N, 1) the score of each ending, label (N,) the question's correct ending,
               group (N,) the question
     tag       row (W,), label (W,), predicted (W,) classes or -1 for truncated words, loss (W,)
     span      group (N,) the question, label (N, 2), no_answer (N,) and best (N,) scores, first (N,)
               and last (N,) token of the best span in the window, loss (N,)
     mlm       loss (N,) summed over the masked tokens, masked (N,) their number, correct (N,) how
-              many are right; with a pair head outputs (N, 2) and label (N,) of the pairs
+              many of them are predicted correctly; with a pair head also outputs (N, 2) and label
+              (N,) of the pairs
 
-Labels are those of the store. UNLABELLED (-1) or NaN means that there is none, UNSEEN (-2) that the
-class does not occur in training.
+Labels are those of the store. UNLABELLED (-1) or NaN means that a row has no label, UNSEEN (-2)
+that its class does not occur in training.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from xformer.tasks.known import kind_of
 from xformer.tasks.task import Head, Predictions, Questions
 
 FORMAT = 1
-FOLDER = "predictions"  # in a run's directory
+FOLDER = "predictions"  # the directory of these files in a run
 
 
 def write(path: Path, predictions: Predictions, store: str) -> None:
-    """Write predictions to a compressed file, which is complete or absent. `store` is the key of
-    the store. Raises OSError if writing fails."""
+    """Write predictions to a compressed file, atomically. `store` is the key of the store. Raises
+    OSError if writing fails."""
     questions = predictions.questions
     about = {
         "format": FORMAT,
@@ -65,8 +66,8 @@ def write(path: Path, predictions: Predictions, store: str) -> None:
 def read(path: str | Path) -> Predictions:
     """The predictions in a file of RUN/predictions, or of `evaluate.py predictions=FILE.npz`.
 
-    Raises BadInput naming the file if it is missing or damaged, holds something else, or is not the
-    one that its run wrote.
+    Raises BadInput that names the file if it is missing, is damaged, contains something else, or
+    was changed after its run wrote it.
     """
     path = Path(path)
     if not path.is_file():
@@ -82,7 +83,7 @@ def read(path: str | Path) -> Predictions:
         if "about" not in arrays:
             raise ValueError("it has no array 'about'")
         return _checked(json.loads(arrays.pop("about").item()), arrays)
-    except Exception as error:  # damage has many symptoms: BadZipFile, zlib.error, OSError, ...
+    except Exception as error:  # a damaged file raises BadZipFile, zlib.error, OSError and others
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise BadInput(f"{path} is damaged, or not a file of predictions: {reason}") from None
 
@@ -95,10 +96,10 @@ def _checked(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> Prediction
     task = kind(Head(about["head"], tuple(about["classes"])))
     if not kind.arrays <= arrays.keys() - {"row"} <= kind.arrays | kind.optional_arrays:
         raise ValueError(
-            f"it holds the arrays {', '.join(arrays)}, which {kind.name} does not have"
+            f"it contains the arrays {', '.join(arrays)}, which are not those of {kind.name}"
         )
     if "row" not in arrays or len({len(array) for array in arrays.values()}) != 1:
-        raise ValueError("its arrays are not of one length")
+        raise ValueError("its arrays differ in length")
     questions = None if about["questions"] is None else Questions(**about["questions"])
     if (questions is not None) != kind.has_questions:
         raise ValueError("its questions do not belong to its task")

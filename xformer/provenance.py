@@ -1,4 +1,4 @@
-"""The environment of a run: versions, processor and exact code; and how two of them differ."""
+"""The environment of a run (versions, processor, exact code), and how two environments differ."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from xformer.ops import native
 from xformer.parallel.processes import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMEOUT = 20  # seconds for a call of git
+TIMEOUT = 20  # seconds that a git command may take
 
 
 def environment(ranks: Ranks) -> dict[str, Any]:
-    """Everything that may change the bits of a result (versions, code, processor, processes), and
-    the command line."""
+    """Everything outside the recipe that may change the bits of a result (versions, code,
+    processor, number of processes), and the command line."""
     cuda = ranks.device.type == "cuda"
     gpu = torch.cuda.get_device_name(ranks.device) if cuda else ""
     return {
@@ -59,14 +59,14 @@ def kernels(ranks: Ranks) -> str:
     return native.cpu_kernels()
 
 
-# what may change the bits of a result, and its name in a line
+# settings and properties that may change the bits of a result, with their names in messages
 COMPARED = {
     "torch": "torch",
     "numpy": "numpy",
     "python": "Python",
     "xformer": "xformer",
     "git": "code",
-    "kernels": "",  # the value says what it is
+    "kernels": "",  # the value needs no name
     "processor": "processor",
     "threads": "threads",
     "world_size": "processes",
@@ -76,11 +76,11 @@ COMPARED = {
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Changes between two starts that may change the bits of a result, such as
+    """The differences between two starts that may change the bits of a result, such as
     "torch 2.11.0 -> 2.13.0".
 
-    `before` and `now` hold the `config` and `environment` of a start. Values that an older version
-    of this package did not record are not compared.
+    `before` and `now` each contain the `config` and `environment` of a start. Values that an older
+    version of this package did not record are not compared.
     """
     old, new = ({**flat(start["config"]), **start["environment"]} for start in (before, now))
     return [
@@ -91,14 +91,14 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _short(name: str, value: Any) -> str:
-    """A value for a line. A git revision is cut to nine digits."""
+    """A value for a message. A git revision is shortened to nine digits."""
     if name == "git" and re.fullmatch(r"[0-9a-f]{40}[+]?", str(value)):
         return f"{value[:9]}{value[40:]}"
     return str(value)
 
 
 def refuse_unlike_ranks(ranks: Ranks) -> None:
-    """Raise BadInput if the ranks have different versions or kernels, naming ranks and values."""
+    """Raise BadInput, with ranks and values, if the ranks differ in versions or kernels."""
     own = {name: versions()[name] for name in ("torch", "xformer")} | {"kernels": kernels(ranks)}
     every = ranks.gather(own)
     for name in own:
@@ -110,8 +110,8 @@ def refuse_unlike_ranks(ranks: Ranks) -> None:
                 f"{value} on rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
                 for value, numbers in ranks_of.items()
             )
-            remedy = "; XFORMER_NATIVE=0 on all makes them alike" if name == "kernels" else ""
-            raise BadInput(f"the ranks differ in {name}: {shown}; give all the same{remedy}")
+            remedy = ", or set XFORMER_NATIVE=0 on all ranks" if name == "kernels" else ""
+            raise BadInput(f"the ranks differ in {name}: {shown}; use the same on all{remedy}")
 
 
 def versions() -> dict[str, str]:
@@ -129,7 +129,8 @@ def versions() -> dict[str, str]:
 
 
 def revision() -> str:
-    """The git revision of this code, with "+" if files have changed since; or why there is none."""
+    """The git revision of this code, with "+" if files have changed since. If there is none, the
+    reason why."""
     try:
         if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT:
             return "no git checkout"
@@ -142,8 +143,8 @@ def revision() -> str:
 
 
 def diff(revision: str) -> str:
-    """Changes in the code since its `revision`, with new files by name; "" if there are none or
-    there is no git."""
+    """The changes of the code since its `revision`, with the names of new files. "" if there are no
+    changes or no git."""
     if not revision.endswith("+"):
         return ""
     try:
@@ -151,7 +152,7 @@ def diff(revision: str) -> str:
             filter(None, (_git("status", "--porcelain"), _git("diff", "HEAD", "--no-ext-diff")))
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return f"git could not say: {error}"
+        return f"git could not list the changes: {error}"
 
 
 def _git(*arguments: str) -> str:

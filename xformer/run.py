@@ -1,12 +1,12 @@
-"""The run directory: who may write it, where it continues, and which checkpoints it keeps.
+"""The run directory: its lock, the checkpoint from which a run continues, and pruning.
 
 RUN/config.json            the resolved recipe, the keys of store and initial checkpoint, versions
-RUN/code.diff              changes of the code since its git revision
+RUN/code.diff              changes of the code since its git revision, if there are any
 RUN/log.jsonl              every event
 RUN/log.jsonl.damaged      a copy of a log in which some lines could not be read
 RUN/tensorboard/           curves, drawn from the log
-RUN/checkpoints/step_N/    the newest `keep_last`, one every `keep_every` steps, and the best; with
-                           `keep_state` = false a finished run keeps only the selected weights
+RUN/checkpoints/step_N/    the newest `keep_last`, one every `keep_every` steps, and the best one;
+                           with `keep_state` = false a finished run keeps only the selected weights
 RUN/trajectory/step_N/     only the weights, at the steps of `keep_at`; never pruned
 RUN/result.json            scores, and the checkpoint that train.select chose
 RUN/predictions/SPLIT.npz  the selected checkpoint's predictions for every row of a held-out split
@@ -63,18 +63,19 @@ SINCE_LOG = ("loss", "count", "correct", "norm", "tokens", "squares", "rows", "s
 
 @dataclass
 class State:
-    """The progress of a run. Resuming needs this, the weights and the moments, and nothing else."""
+    """The progress of a run. This, the weights and the optimizer's moments are all that a run needs
+    to resume."""
 
     step: int = 0
     position: int = 0  # samples consumed
     best_step: int = 0
     best_scores: dict[str, float] = field(default_factory=dict)
     last_scores: dict[str, float] = field(default_factory=dict)
-    worse: int = 0  # validations since the best one
+    worse: int = 0  # number of validations since the best one
     seconds: float = 0.0
     real_tokens: int = 0
     dropped: int = 0  # updates that were dropped because of numerical trouble
-    in_a_row: int = 0  # updates dropped in a row up to now
+    in_a_row: int = 0  # consecutive updates dropped up to now
     statistics: list[float] = field(default_factory=list)  # `Guard.seen`
     since_log: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SINCE_LOG, 0.0))
 
@@ -98,11 +99,11 @@ class Run:
 
     @classmethod
     def open(cls, path: Path, config: dict[str, Any], overwrite: bool) -> Run:
-        """Create a run directory, or open one to continue it; then call `begin`. `config` is the
-        content of its config.json. With `overwrite`, an existing run is deleted first.
+        """Create a run directory, or open one to continue its run. Call `begin` afterwards.
+        `config` is the content of its config.json. With `overwrite`, an existing run is deleted.
 
-        Raises BadInput if another process uses the directory, if it holds something other than
-        a run, or if its run was made with other settings, which the message names.
+        Raises BadInput if another process uses the directory, if it contains something other than a
+        run, or if its run was made with other settings, which the message names.
         """
         for parent in (path, *path.parents):
             if parent.exists() and not parent.is_dir():
@@ -111,7 +112,8 @@ class Run:
         others = [] if is_run(config_file) else sorted(p.name for p in path.glob("[!.]*"))
         if others:
             raise BadInput(
-                f"run={path} exists and is not a run (it holds {others[0]}); give another directory"
+                f"run={path} exists and is not a run (it contains {others[0]}); give another "
+                "directory"
             )
         earlier = read_config(config_file) if config_file.exists() and not overwrite else None
         if earlier is not None:
@@ -122,7 +124,7 @@ class Run:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise BadInput(
-                f"run={path} is in use by another process; stop that one, or give another directory"
+                f"run={path} is in use by another process; stop it, or give another directory"
             ) from None
         if overwrite:
             _delete_run(path)
@@ -138,7 +140,8 @@ class Run:
         return self.path / FOLDER / f"{split}.npz"
 
     def newest(self) -> Path | None:
-        """The newest undamaged checkpoint. Damaged ones are renamed and reported."""
+        """The newest undamaged checkpoint, or None. Damaged checkpoints are renamed and
+        reported."""
         for aside in (self.path / "checkpoints").glob(f".step_*{ASIDE}"):
             put_back(aside.with_name(aside.name.split(".")[1]))
         for path in sorted(self._checkpoints(), key=_step, reverse=True):
@@ -150,22 +153,22 @@ class Run:
                 aside = path.with_name(f"damaged_{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)  # left by an earlier start
                 path.rename(aside)
-                say(f"{error}; {path.name} is set aside as {aside.name}", error=True)
+                say(f"{error}; {path.name} was renamed to {aside.name}", error=True)
                 continue
             return path
         return None
 
     def made_by(self, step: int) -> dict[str, Any] | None:
-        """The `config` and `environment` of the start that made the checkpoint of a step; None if
-        that is not known. Call it after `begin`."""
+        """The `config` and `environment` of the start that made the checkpoint of a step, or None
+        if they are not known. Call this after `begin`."""
         if self.earlier is None:
             return None
         starts = [start for start in self.earlier["starts"] if start["step"] < step]
         return starts[-1] if starts else None
 
     def begin(self, config: dict[str, Any], step: int) -> None:
-        """Record settings and environment from `step` on, and delete what a killed process left
-        half done, the trajectory after `step`, and the result, which only a finished run has.
+        """Record the settings and environment from `step` on. Delete incomplete files of a killed
+        process, the trajectory after `step`, and the result, because the run is no longer finished.
 
         `starts` in config.json keeps the settings and environments of earlier starts.
         """
@@ -175,7 +178,7 @@ class Run:
         starts = [start for start in earlier.get("starts", first) if start["step"] < step]
         if not starts or any(starts[-1][name] != now[name] for name in now):
             starts.append({"step": step, **now})
-        (self.path / RUN_MANIFEST).unlink(missing_ok=True)  # only a finished run has one
+        (self.path / RUN_MANIFEST).unlink(missing_ok=True)  # only a finished run has this file
         self.earlier = {**config, "starts": starts}
         write_json(self.path / "config.json", self.earlier)
         code = self.path / "code.diff"
@@ -207,25 +210,26 @@ class Run:
         write_text(self.path / "result.json", text)
 
     def prune(self, best_step: int, keep_last: int, keep_every: int) -> None:
-        """Delete all checkpoints but the newest `keep_last`, one every `keep_every` steps, and the
-        best."""
+        """Delete all checkpoints except the newest `keep_last`, one every `keep_every` steps, and
+        the best one."""
         older = sorted(self._checkpoints(), key=_step)[:-keep_last]
         every = [path for path in older if keep_every and _step(path) % keep_every == 0]
         self._delete([p for p in older if p not in every and _step(p) != best_step])
 
     def verify_selected(self) -> None:
-        """Raise BadInput if the selected checkpoint of a finished run, its only one, is damaged."""
+        """Raise BadInput if the selected checkpoint, the only one of a finished run, is damaged."""
         try:
             checkpoints.verify(checkpoints.resolve(self.path))
         except BadInput as error:
             raise BadInput(
-                f"{error}; {self.path} has no other checkpoint; overwrite=true trains it again"
+                f"{error}; {self.path} has no other checkpoint; give overwrite=true to train again"
             ) from None
 
     def forget_state(self) -> None:
-        """Delete all checkpoints of a finished run but the weights of the selected one."""
+        """Delete all checkpoints of a finished run, and the selected one's state, but keep its
+        weights."""
         selected = checkpoints.resolve(self.path)
-        checkpoints.forget_state(selected)  # first, because then the run cannot be continued
+        checkpoints.forget_state(selected)  # first, because this marks the run as not extendable
         self._delete([path for path in self._checkpoints() if path != selected])
 
     def _delete(self, paths: list[Path]) -> None:
@@ -243,8 +247,8 @@ def _step(path: Path) -> int:
 
 
 def _delete_run(path: Path) -> None:
-    """Delete a run's files. config.json, which marks the directory as a run, goes last: if this is
-    interrupted, the directory is still a run that can be overwritten."""
+    """Delete a run's files. config.json, which marks the directory as a run, is deleted last: if
+    this function is interrupted, the directory is still a run that can be overwritten."""
     for name in ("checkpoints", "trajectory", FOLDER, "tensorboard", "profile"):
         shutil.rmtree(path / name, ignore_errors=True)
     for damaged in path.glob("log.jsonl.damaged*"):
@@ -257,8 +261,8 @@ def _delete_run(path: Path) -> None:
 def read_config(path: Path) -> Any:
     """The content of a run's config.json, with the keys of older versions renamed.
 
-    Older runs have `data.store` and `data.fraction`, which become `data` and `fraction`, and
-    `system.shard`, which never changed a result and is left out. Raises BadInput as `read_run_json`
+    In older runs `data.store` becomes `data`, and `data.fraction` becomes `fraction`.
+    `system.shard` is removed, because it never changed a result. Raises BadInput as `read_run_json`
     does.
     """
     content = read_run_json(path)
@@ -281,7 +285,7 @@ def is_finished(path: Path) -> bool:
 
 
 def kept_only_weights(path: Path) -> bool:
-    """Whether a run is finished and has kept only weights, so that it cannot be extended."""
+    """Whether a run is finished and kept only weights. Such a run cannot be extended."""
     if not is_finished(path):
         return False
     selected = checkpoints.resolve(path)
@@ -289,8 +293,8 @@ def kept_only_weights(path: Path) -> bool:
 
 
 def is_run(config: Path) -> bool:
-    """Whether this config.json belongs to a run. Checkpoints and other libraries have such a file
-    too."""
+    """Whether this config.json belongs to a run. Checkpoints and other libraries also have files of
+    this name."""
     if not config.exists():
         return False
     content = read_json(config)
@@ -308,17 +312,17 @@ def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any])
     if refused:
         raise BadInput(
             f"run={path} was made with other settings: {'; '.join(refused)}; "
-            "give another run=, or overwrite=true to start anew"
+            "give another run=, or overwrite=true to start from the beginning"
         )
     if changed and kept_only_weights(path):
         raise BadInput(
-            f"run={path} is finished and kept only its weights (train.keep_state=false): it "
+            f"run={path} is finished and kept only its weights (train.keep_state=false), so it "
             f"cannot be extended; give another run= with init={path}"
         )
 
 
 def completed(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run, with the defaults of groups that its version did not have."""
+    """The settings of a run. Groups that its version did not have are added with defaults."""
     return {"loss": LossConfig().model_dump(mode="json"), **config}
 
 
@@ -334,7 +338,7 @@ def _longer(name: str, old: Any, new: Any) -> bool:
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{dotted key: (old value, new value)} of the settings that differ."""
+    """The settings that differ: {dotted key: (old value, new value)}."""
     differences: dict[str, Any] = {}
     for name in [*old, *(n for n in new if n not in old)]:
         before, now = old.get(name), new.get(name)

@@ -25,8 +25,8 @@ MASKING_SEED = 0  # all runs validate with the same masks, so that their losses 
 
 @dataclass(frozen=True)
 class Scores:
-    """Metrics by name, the task's `outputs` for every row (see Task.evaluate), and the predictions
-    from which the metrics are computed, as they are written to files."""
+    """Metrics by name, the task's `outputs` for every row (see Task.evaluate), and the
+    `predictions` from which the metrics are computed, in the form that is written to files."""
 
     metrics: dict[str, float]
     outputs: np.ndarray
@@ -43,8 +43,8 @@ def score(
     """Score a model on a split. Every rank computes a part and returns the whole result. Rows with
     a label of -1 or NaN are not scored.
 
-    Raises BadInput if no row has a label, and Failure naming the split and the rows if outputs or
-    losses are not finite.
+    Raises BadInput if no row has a label. Raises Failure that names the split and the rows if
+    outputs or losses are not finite.
     """
     split, task = assembler.split, model.task
     assert task is not None
@@ -57,11 +57,11 @@ def score(
 def outputs_of(
     model: Model, assembler: Assembler, ranks: Ranks, precision: str, what: str = "the outputs"
 ) -> np.ndarray:
-    """A model's outputs for every row of a split, which may lack labels (see Task.evaluate). Every
-    rank computes a part and returns all of them.
+    """A model's outputs for every row of a split (see Task.evaluate). Labels may be missing. Every
+    rank computes a part of the outputs and returns all of them.
 
-    The rows are cut into the same chunks on any number of ranks. Raises Failure naming the rows
-    whose outputs are not finite; `what` describes the outputs in the message.
+    The chunks of rows are the same for any number of ranks. If outputs are not finite, raises
+    Failure that names their rows; `what` describes the outputs in the message.
     """
     was_training, task, split = model.training, model.task, assembler.split
     assert task is not None
@@ -106,7 +106,7 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
         if store.fingerprint != checkpoint.source.fingerprint:
             raise BadInput(
                 f"{store.name} was made with a different tokenizer from the data this checkpoint "
-                "was trained on; make the store again with that one, or give mapping="
+                "was trained on; make the store again with that tokenizer, or give mapping="
             )
         array = checkpoint.mapping
     else:
@@ -120,7 +120,9 @@ def check_kind(kind: str, task: Task | type[Task], store: object) -> None:
     message."""
     if kind not in task.stores:
         needed = " or ".join(task.stores)
-        raise BadInput(f"head={task.name} needs a store of kind {needed}; {store} is {kind}")
+        raise BadInput(
+            f"head={task.name} needs a store of kind {needed}; {store} is of kind {kind}"
+        )
 
 
 def check_task(store: Store, task: Task) -> None:
@@ -131,5 +133,5 @@ def check_task(store: Store, task: Task) -> None:
     unknown = sorted(set(store.labels) - set(task.head.labels))
     what = f"other classes than the checkpoint's: {', '.join(store.labels)}"
     if unknown:
-        what = f"labels outside the checkpoint's classes: {', '.join(unknown)}"
+        what = f"labels that are not classes of the checkpoint: {', '.join(unknown)}"
     raise BadInput(f"{store.name} has {what}; the checkpoint knows {', '.join(task.head.labels)}")

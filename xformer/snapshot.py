@@ -1,4 +1,4 @@
-"""A copy of a run's weights and moments, so that a thread can write them while training goes on."""
+"""A copy of a run's weights and moments, which a thread can write while training continues."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from xformer.tasks.task import Model
 class Snapshot:
     """Copies weights and optimizer state into host memory of rank 0.
 
-    The memory, 12 bytes a parameter, is allocated once and reused. On CUDA it is pinned, and
-    the copy runs on a stream of its own beside the computation.
+    The memory, 12 bytes per parameter, is allocated once and reused. On CUDA it is pinned, and the
+    copy runs in parallel with the computation, on a separate stream.
     """
 
     def __init__(self, model: Model, optimizer: Optimizer, ranks: Ranks):
@@ -31,7 +31,7 @@ class Snapshot:
         """Copy the weights and, with `moments`, the optimizer state. Overwrites the last copy."""
         if self.ranks.rank:
             return
-        # buffers on the main stream, because the next forward pass already changes them
+        # copy buffers on the main stream, because the next forward pass changes them
         for name, buffer in self.model.named_buffers():
             self._copy(self.weights, name, buffer)
         if self.stream is None:
@@ -54,7 +54,8 @@ class Snapshot:
         to[name].copy_(tensor, non_blocking=True)
 
     def before_change(self) -> None:
-        """Make the device finish the copy before the optimizer step. The host does not wait."""
+        """Call this before the optimizer step: the device then finishes the copy first. The host
+        does not wait."""
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
 

@@ -1,5 +1,5 @@
-"""Find the layer that produced the first NaN or infinity, by repeating the forward and backward
-passes of a step."""
+"""Find the layer that produced the first NaN or infinity of a step, by repeating its forward and
+backward passes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from xformer.parallel.feed import to_device
 from xformer.prepare import Setup
 from xformer.tasks.task import Loss, Model
 
-# where the first value that is not finite can arise, in the order of computation
+# the stages in which the first non-finite value can occur, in the order of computation
 WEIGHT, FORWARD, BACKWARD, NOWHERE = range(4)
-LossOf = Callable[[Setup, Model, Batch[Tensor], int, int], Loss]  # the last: step, micro-batch
+LossOf = Callable[[Setup, Model, Batch[Tensor], int, int], Loss]  # the last two: step, micro-batch
 
 
 def trace(
     setup: Setup, model: Model, step: int, position: int, loss_of: LossOf
 ) -> tuple[int, dict[str, Any]]:
-    """Find where the trouble of a step arose, over all ranks. `position` is its first sample.
+    """Find the first non-finite value of a step on any rank. `position` is the step's first sample.
 
     Returns the stage (WEIGHT to NOWHERE), and a record with the place in words (`where`), the
     `rows` of the store, and for FORWARD and BACKWARD the `rank` and the `micro_batch`.
@@ -34,10 +34,10 @@ def trace(
         model, len(packed), lambda i: loss_of(setup, model, packed[i], step, i)
     )
     mine = [batch.rows.tolist() for batch in batches]
-    idle = not batches  # a rank without rows has no gradient, so others come first
+    idle = not batches  # a rank without rows has no gradient, so `min` prefers other ranks
     every = ranks.gather([stage, idle, ranks.rank, i, where, mine])
     stage, _, rank, i, where, theirs = min(every)
-    if stage in (WEIGHT, NOWHERE):  # not the fault of one micro-batch
+    if stage in (WEIGHT, NOWHERE):  # not caused by a single micro-batch
         rows = [row for *_, batches in every for batch in batches for row in batch]
         return stage, {"where": where, "rows": sorted(rows)}
     return stage, {"where": where, "rank": rank, "micro_batch": i, "rows": sorted(theirs[i])}
@@ -48,9 +48,10 @@ def first_layer(
 ) -> tuple[int, int, str]:
     """Repeat the passes of all micro-batches, and find the first number that is not finite.
 
-    `loss_of(i)` must give the loss of a micro-batch with the dropout that it had. Returns the stage
-    (WEIGHT to NOWHERE), the micro-batch, and the place in words. If all numbers are finite, the
-    place is the weight with the largest gradient. Overwrites the gradients of the model.
+    `loss_of(i)` must compute the loss of micro-batch i with the same dropout as in the step.
+    Returns the stage (WEIGHT to NOWHERE), the micro-batch, and the place in words. If all numbers
+    are finite, the place is the weight with the largest gradient. Overwrites the gradients of the
+    model.
     """
     for name, parameter in model.named_parameters():
         if not _finite(parameter):
@@ -80,8 +81,8 @@ def first_layer(
 
 @contextmanager
 def _watched(model: nn.Module, places: list[tuple[int, str]]) -> Iterator[None]:
-    """Append to `places` each output of a module, and then each gradient of an output, that is
-    not finite, in the order of computation."""
+    """A context that appends to `places` every output of a module that is not finite, and every
+    gradient of an output, in the order of computation."""
 
     def hook(name: str) -> Callable[..., None]:
         def check(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Write checkpoints in the background, so that training goes on while the disk works."""
+"""Write checkpoints in the background, so that training does not wait for the disk."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from types import TracebackType
 
 from xformer.data.errors import Failure, reason
 
-PAUSES = (5.0, 30.0, 120.0)  # seconds before each retry of a failed write; the last one repeats
+PAUSES = (5.0, 30.0, 120.0)  # seconds before the first, second and every later retry of a write
 
 
 class BackgroundWriter:
     """Runs one job at a time in a thread; a context manager.
 
-    A job that fails is tried again after a pause, until a newer one replaces it. `failing` is true
-    from the first failure to the next success; each of the two is reported in one line.
+    A job that fails is tried again after a pause, until a newer job replaces it. `failing` is true
+    from the first failure to the next success. The failure and the success are each reported in one
+    line.
     """
 
     def __init__(self, say: Callable[[str], None]):
@@ -46,7 +47,7 @@ class BackgroundWriter:
         self.task = None
 
     def now(self, what: str, work: Callable[[], None]) -> None:
-        """Do `work` in this thread. Raises Failure if that fails."""
+        """Do `work` in the calling thread. Raises Failure if `work` fails."""
         self.free()
         try:
             work()
@@ -57,8 +58,8 @@ class BackgroundWriter:
         self._succeeded(what)
 
     def start(self, what: str, work: Callable[[], None]) -> None:
-        """Start `work` in the background. It writes `what`, and raises OSError or Failure if
-        that fails."""
+        """Start `work` in the background. It must write `what`, and raise OSError or Failure if it
+        cannot."""
         self.free()
         self.task = self.pool.submit(self._persist, what, work)
 
@@ -71,7 +72,7 @@ class BackgroundWriter:
                 if not self.failing:
                     self.say(
                         f"{reason(error)}; the {what} was not written; older ones are kept, and "
-                        "the run goes on; no checkpoint becomes the best until one can be written"
+                        "the run continues; no checkpoint becomes the best until one can be written"
                     )
                 self.failing = True
                 if self.superseded.wait(PAUSES[min(tries, len(PAUSES) - 1)]):

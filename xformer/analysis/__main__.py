@@ -1,4 +1,4 @@
-"""Look inside checkpoints: similarity of representations, attention, Jacobians, gradients.
+"""Analyse checkpoints: similarity of representations, attention, Jacobians, gradients and more.
 
     python -m xformer.analysis pwcca CHECKPOINT CHECKPOINT data=STORE out=DIR
     python -m xformer.analysis capture CHECKPOINT data=STORE what=hidden,attention out=F.h5
@@ -8,9 +8,9 @@
 
 `python -m xformer.analysis NAME --help` explains an analysis and shows every key with its default.
 
-A CHECKPOINT is the directory of a checkpoint or of a finished run. Of a run, the checkpoint that
-train.select chose is used. Every analysis but capture writes its result as JSON, draws figures from
-it (SVG and PNG, for light and dark pages), and prints a one-line summary.
+A CHECKPOINT is the directory of a checkpoint or of a finished run. For a run, the checkpoint that
+train.select chose is used. Every analysis except capture writes its result as JSON, draws figures
+of it (SVG and PNG, for light and dark pages), and prints a one-line summary.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from xformer.data.display import say
 from xformer.data.errors import BadInput, typed
 from xformer.start import run
 
-# the modules by name, and what each of them shows
+# the name of each module, and what it measures
 MODULES = {
     "pwcca": "how similar the layers of two models are: PWCCA, SVCCA, CCA, linear CKA",
     "attention": "distances between the attention maps of two models, with heads matched",
     "jacobian": "dynamical isometry: singular values of d(last hidden) / d(word embeddings)",
     "gradients": "gradient confusion: cosines between the gradients of different examples",
     "perturbation": "how much outputs change when noise is added to the parameters",
-    "cost": "parameters by part, FLOPs per token, measured speed, seconds to make",
+    "cost": "parameters by part, FLOPs per token, measured speed, time to make a checkpoint",
     "curves": "loss curves of runs: mean and standard deviation over seeds",
     "capture": "hidden states and attention maps, written to an HDF5 file",
 }
@@ -67,15 +67,15 @@ def _redraw(paths: list[str]) -> None:
         say(
             typed("python -m xformer.analysis draw FILE.json [FILE.json ...]"),
             "",
-            "Draw the figures of earlier results again, next to their JSON files. Nothing is",
-            "computed again.",
+            "Draw the figures of earlier results again, next to their JSON files. The analysis is",
+            "not repeated.",
         )
         return
     for path in map(Path, paths):
         result = read_json(path)
         if not isinstance(result, dict) or result.get("analysis") not in MODULES:
             raise BadInput(
-                f"{path} is not the result of an analysis; give a JSON file that one wrote"
+                f"{path} is not the result of an analysis; give a JSON file that an analysis wrote"
             )
         module = import_module(f"xformer.analysis.{result['analysis']}")
         try:

@@ -5,7 +5,7 @@
       mapping=symbols:0 mapping_b=none examples=200 out=figures
 
 In each layer and for each example, the heads of the first model are matched one to one with those
-of the second, so that the mean L1 distance of matched maps is smallest (Kao & Lee 2021, section
+of the second, so that the mean L1 distance of matched maps is minimal (Kao & Lee 2021, section
 4.4.1 and figure 5). The distance between two maps is the sum over keys of |a - b|, averaged over
 queries. It is 0 for equal maps, and 2 for maps that attend to disjoint sets of tokens.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # Shapes: H heads, H' heads of the second model, L tokens of an example, N examples.
 
-READABLE = 24  # tokens; the maps of longer examples are too fine to read
+READABLE = 24  # tokens; maps of longer examples are illegible in a figure
 
 
 class AttentionConfig(ExamplesConfig):
@@ -47,8 +47,8 @@ class AttentionConfig(ExamplesConfig):
     show: str = "last"
     """The layer whose matched heads are drawn for one example: last, or a number from 1."""
     example: int | None = Field(None, ge=0)
-    """The row of the split whose maps are drawn, from 0. Default: of the rows compared, the longest
-    with at most 24 tokens, or the shortest if all are longer."""
+    """The row of the split whose maps are drawn, counted from 0. Default: the longest of the
+    compared rows with at most 24 tokens, or the shortest if all are longer."""
 
 
 SUBCOMMAND = Subcommand("attention", AttentionConfig, __doc__ or "", 2, 2)
@@ -57,9 +57,9 @@ SUBCOMMAND = Subcommand("attention", AttentionConfig, __doc__ or "", 2, 2)
 def map_distances(a: Tensor, b: Tensor) -> Tensor:
     """L1 distances of all pairs of maps, averaged over queries: (H, L, L), (H', L, L) -> (H, H').
 
-    They lie between 0 and 2.
+    A distance is between 0 and 2.
     """
-    # Head by head: torch.cdist is slower, and all pairs at once take H times the memory.
+    # One head at a time: torch.cdist is slower, and all pairs at once need H times the memory.
     return torch.stack([(b - head).abs_().sum((1, 2)) for head in a]) / a.size(1)
 
 
@@ -126,11 +126,12 @@ def layer_distances(examples: Examples, layers: int) -> list[dict[str, Any]]:
 
 
 def _of_layer(number: int, costs: np.ndarray) -> dict[str, Any]:
-    """One layer's distances, from the distances (N, H, H') of all pairs of heads by example.
+    """The entry of one layer in the result, from the distances (N, H, H') of all pairs of heads in
+    each example.
 
-    `distance` is the mean over heads matched in each example, with its standard deviation over
-    examples, and `unmatched` the mean over all pairs of heads. `matching` matches the heads once,
-    by their mean distances.
+    `distance` is the mean over heads that are matched in each example separately, with its standard
+    deviation over examples. `unmatched` is the mean over all pairs of heads. `matching` is a single
+    matching for all examples, by the mean distances.
     """
     each = np.array([cost[match(cost)].mean() for cost in costs])
     mean = costs.mean(0)

@@ -4,9 +4,9 @@
     python -m xformer.analysis capture ckpt/bert data=stores/rte layers=0,6,12 \\
       what=hidden,attention examples=1000 dtype=float32 out=bert.h5
 
-The numbers are in the part files in F.h5.parts/. F.h5 joins them, so that a program reads one file.
-A part gets its final name only when it is complete, so a command that was killed can be run again
-and continues. Memory does not grow with the number of examples. F.h5.parts/capture.json holds the
+The numbers are stored in part files in F.h5.parts/. F.h5 presents the parts as a single file. A
+part gets its final name only when it is complete; if the command is killed, run it again to
+continue. Memory does not grow with the number of examples. F.h5.parts/capture.json holds the
 settings and, once F.h5 is complete, the SHA-256 of every file.
 """
 
@@ -52,9 +52,9 @@ from xformer.data.files import (
 # Shapes: N examples, C hidden size, H heads, L tokens of an example.
 
 FORMAT = 1
-PART_TOKENS = 16384  # in one file of F.h5.parts
-READ_TOKENS = 4096  # read at once
-CHUNK_ROWS = 256  # of a dataset, compressed together
+PART_TOKENS = 16384  # tokens in a file of F.h5.parts
+READ_TOKENS = 4096  # tokens that are read at a time
+CHUNK_ROWS = 256  # rows of a dataset that are compressed together
 NOTE = "capture.json"  # in F.h5.parts
 JOINED = "joined"  # the name of F.h5 in NOTE; the parts have their own names
 # what h5py raises if a file is truncated, damaged, or not a capture
@@ -62,18 +62,17 @@ DAMAGE = (OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError
 
 
 class CaptureConfig(ExamplesConfig):
-    """What is written."""
+    """What a capture contains, and where it is written."""
 
     out: str
     """The HDF5 file to write, F.h5. Its parts are in F.h5.parts, next to it. The directory is
     created if necessary."""
     run: str | None = None
-    """Not allowed here: a capture has no figure that TensorBoard could show."""
+    """Not allowed here, because a capture has no figure that TensorBoard could show."""
     overwrite: bool = False
     """Replace an earlier capture of the same name."""
     layers: str = "all"
-    """all, last, or numbers such as 0,6,12. 0 is the output of the embeddings, i that of layer
-    i."""
+    """all, last, or numbers such as 0,6,12. Layer 0 is the output of the embeddings."""
     what: str = "hidden"
     """hidden, attention, or hidden,attention."""
     dtype: Literal["float16", "float32"] = "float16"
@@ -147,8 +146,9 @@ def _identity(
 
 
 def _refuse_other(on_disk: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:
-    """Raise BadInput, with the settings that differ, if the capture on disk is another one."""
-    paths = ("checkpoint", "store")  # they may have moved: the weights and the store's key count
+    """Raise BadInput that lists the different settings if the capture on disk is another one."""
+    # Paths may have changed. The hashes `weights` and `store_key` are compared instead.
+    paths = ("checkpoint", "store")
     differing = [
         f"{key}={on_disk.get(key)} is now {value}"
         for key, value in wanted.items()
@@ -283,7 +283,7 @@ def _extend(h5: Any, name: str, values: np.ndarray) -> None:
 
 
 def _join(out: Path, files: list[Path], examples: Examples, identity: dict[str, Any]) -> None:
-    """Write F.h5, whose datasets are those of the parts end to end, and all files' checksums."""
+    """Write F.h5, which concatenates the datasets of the parts, and the checksums of all files."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         with h5py.File(temporary, "w", libver="latest") as h5:
@@ -293,7 +293,7 @@ def _join(out: Path, files: list[Path], examples: Examples, identity: dict[str, 
                 joined = h5py.VirtualLayout((length, *shape), dtype)
                 start = 0
                 for file, its_shape, _ in pieces:
-                    place = f"{out.name}.parts/{file.name}"  # relative: both can be moved
+                    place = f"{out.name}.parts/{file.name}"  # relative, so both can be moved
                     end = start + its_shape[0]
                     joined[start:end] = h5py.VirtualSource(place, name, its_shape)
                     start = end
@@ -321,12 +321,12 @@ def _parts_of(path: Path) -> Path:
 
 
 def _missing(dtype: np.dtype) -> Any:
-    """What HDF5 reads in place of a part that is missing: NaN, or -1."""
+    """The value that HDF5 returns for the numbers of a missing part: NaN or -1."""
     return np.nan if dtype.kind == "f" else -1
 
 
 def _datasets(files: list[Path]) -> dict[str, list[tuple[Path, tuple[int, ...], np.dtype]]]:
-    """For each dataset: the files that hold a piece of it, with the piece's shape and type."""
+    """For each dataset, its pieces: the file, shape and type of each."""
     pieces: dict[str, list[tuple[Path, tuple[int, ...], np.dtype]]] = {}
     for file in files:
 
@@ -372,9 +372,9 @@ class Capture:
 
 
 def open_capture(path: str | Path, trust: bool = False) -> Capture:
-    """Open F.h5 after comparing its checksum and those of its parts.
+    """Open F.h5 after its checksum and those of its parts have been verified.
 
-    With `trust` no checksums are compared. Raises BadInput if the file does not exist, is damaged,
+    With `trust` no checksums are verified. Raises BadInput if the file does not exist, is damaged,
     was renamed, or is not a capture, or if a part is missing or damaged.
     """
     path = Path(path)
@@ -397,10 +397,10 @@ def open_capture(path: str | Path, trust: bool = False) -> Capture:
             made = Path(h5["tokens"].virtual_sources()[0].file_name).parent.name
             if made != _parts_of(path).name:
                 raise BadInput(
-                    f"{path} was renamed, but its parts can only be found as {made}: rename "
+                    f"{path} was renamed, but it refers to its parts as {made}: rename "
                     f"it back to {made.removesuffix('.parts')}"
                 )
-            for name, size in attributes["parts"].items():  # HDF5 would not notice
+            for name, size in attributes["parts"].items():  # HDF5 itself does not check this
                 part = _parts_of(path) / name
                 if not part.is_file() or part.stat().st_size != size:
                     raise BadInput(
@@ -418,7 +418,7 @@ def open_capture(path: str | Path, trust: bool = False) -> Capture:
 
 
 def _sums(path: Path) -> dict[str, Any]:
-    """The checksums of a capture's files. Raises BadInput if it has none."""
+    """The checksums of a capture's files. Raises BadInput if there are none."""
     note = _parts_of(path) / NOTE
     content = read_own_json(note) if note.is_file() else {}
     sums = content.get("sha256") if isinstance(content, dict) else None
@@ -452,7 +452,7 @@ class CapturedPair:
         return [int(c.attributes["model_layers"]) for c in self.captures]
 
     def describe(self, names: tuple[str, ...] = ()) -> dict[str, Any]:
-        """The checkpoints and the data, as the result's JSON names them (see `Examples`)."""
+        """The checkpoints and the data, in the form of the result's JSON (see `Examples`)."""
         attributes = [capture.attributes for capture in self.captures]
         shown = names_of([a["checkpoint"] for a in attributes], names)
         first = attributes[0]
@@ -477,7 +477,7 @@ class CapturedPair:
         }
 
     def stream(self, chosen: list[list[int]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """The chosen layers of both, some tokens at a time.
+        """The hidden states of both captures in the chosen layers, some tokens at a time.
 
         Raises BadInput if a layer was not captured.
         """
@@ -486,9 +486,9 @@ class CapturedPair:
             if lacking or "hidden" not in capture.attributes["what"]:
                 has = ", ".join(map(str, capture.layers))
                 raise BadInput(
-                    f"{capture.path} holds {capture.attributes['what']} of the layers {has}; "
-                    f"wanted: hidden of {', '.join(map(str, layers))}; capture these, or give "
-                    "other layers="
+                    f"{capture.path} holds {capture.attributes['what']} of the layers {has}, but "
+                    f"hidden of the layers {', '.join(map(str, layers))} is needed; capture it, or "
+                    "give other layers="
                 )
         first, second = self.captures
         yield from zip(first.hidden(chosen[0]), second.hidden(chosen[1]), strict=True)
@@ -497,7 +497,7 @@ class CapturedPair:
 def open_pair(paths: list[str], trust: bool = False) -> CapturedPair:
     """Open two captures (see `open_capture`).
 
-    Raises BadInput unless they hold the same rows of the same split, with as many tokens in each.
+    Raises BadInput unless both hold the same rows of the same split, with the same lengths.
     """
     first, second = (open_capture(path, trust) for path in paths)
     same = all(first.attributes[k] == second.attributes[k] for k in ("store_key", "split"))

@@ -1,4 +1,4 @@
-"""What a model costs: parameters by part, FLOPs per token, measured speed, seconds to make.
+"""What a model costs: parameters by part, FLOPs per token, measured speed, time to make it.
 
     python -m xformer.analysis cost CHECKPOINT [CHECKPOINT ...] out=DIR
     python -m xformer.analysis cost ckpt/bert ckpt/distilbert ckpt/bert-first-6 head=classify \\
@@ -7,14 +7,15 @@
 The other checkpoints are compared with the first (Zhang et al. 2021, section 6 and table 7).
 
 Speed is measured on this machine, on `rows` rows of `length` random tokens without padding. A
-forward pass is in evaluation mode. A training step has dropout, a backward pass and AdamW. The
-checkpoints alternate, the first round is not counted, and the median of `repeats` rounds is shown.
+forward pass runs in evaluation mode. A training step includes dropout, the backward pass and AdamW.
+The checkpoints alternate, the first round is not counted, and the median of `repeats` rounds is
+shown.
 
-Seconds to make depend on where a checkpoint comes from:
-  - surgery on another checkpoint in the command: its operations are applied again, in a temporary
-    directory inside `out`, and timed from loading the weights to having them on disk
-  - training, for a run: the seconds that its result.json holds
-  - anything else: the seconds to load it and to save a copy
+How the time to make a checkpoint is measured depends on its origin:
+  - surgery on another checkpoint of the command: the operations are repeated in a temporary
+    directory inside `out`, and timed from loading the old weights to saving the new ones
+  - training, for a run: the seconds are read from its result.json
+  - anything else: the checkpoint is loaded and a copy saved, and both are timed
 """
 
 from __future__ import annotations
@@ -59,20 +60,20 @@ MASKING = 0.15  # share of the tokens that head=mlm predicts
 
 
 class CostConfig(Output):
-    """What is measured."""
+    """What is measured, and how."""
 
     names: NameList = ()
     """Names of the checkpoints in the result, in order, such as names=bert,scratch. Default: the
     shortest endings of their paths that are all different."""
     head: Literal["classify", "mlm"] = "classify"
-    """The head that is measured: two classes, or masked language modelling of 15 % of the tokens.
-    If the checkpoint lacks it, it is initialised at random."""
+    """The head that is measured: classify (two classes) or mlm (15 % of the tokens are masked). If
+    the checkpoint lacks this head, a head is initialised at random."""
     rows: int = Field(16, ge=1)
     """Rows in a batch."""
     length: int = Field(128, ge=3)
-    """Tokens of a row."""
+    """Tokens in a row."""
     repeats: int = Field(5, ge=1)
-    """How many times each pass and each step is timed; the median is shown."""
+    """How many times each forward pass and each training step is timed; the median is shown."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Data type of the matrix products."""
     seed: int = Field(0, ge=0, lt=2**63)
@@ -125,11 +126,12 @@ def run(paths: list[str], config: CostConfig) -> None:
 
 
 def _check(path: str, checkpoint: Checkpoint, config: CostConfig) -> None:
-    """Raise BadInput if the checkpoint cannot run on these batches, or a weight is not finite."""
+    """Raise BadInput if the checkpoint cannot process the batches, or a weight is not finite."""
     model = checkpoint.config
     if config.length > model.max_positions:
         raise BadInput(
-            f"length={config.length}: {path} takes rows of at most {model.max_positions} tokens"
+            f"length={config.length}: {path} takes rows of at most {model.max_positions} tokens; "
+            "give a smaller length="
         )
     if TASKS[config.head].predicts_masked and model.architecture != "transformer":
         raise BadInput(f"head=mlm: {path} is a {model.architecture}; give head=classify")
@@ -142,7 +144,7 @@ def _check(path: str, checkpoint: Checkpoint, config: CostConfig) -> None:
 
 
 def main_numbers(model: dict[str, Any]) -> dict[str, float]:
-    """The numbers of one checkpoint that the table of a study shows."""
+    """The numbers of one checkpoint that a study shows in its tables."""
     return {
         "parameters": model["parameters"]["total"],
         "mflops_per_token": model["flops_per_token"]["forward"] / 1e6,
@@ -169,7 +171,7 @@ def _sentence(model: dict[str, Any]) -> str:
 
 
 def _with_head(checkpoint: Checkpoint, config: CostConfig) -> Checkpoint:
-    """The checkpoint with the head that `config` names, its own or a new one."""
+    """The checkpoint with the head `config.head`: its own, or a newly initialised one."""
     if type(checkpoint.task) is TASKS[config.head]:
         return checkpoint
     head = Head(config.head, ("0", "1") if TASKS[config.head].named_classes else ())
@@ -197,7 +199,7 @@ Timing = dict[str, list[float]]  # {"forward": seconds of each pass, "training":
 def time_models(with_heads: list[Checkpoint], config: CostConfig, ranks: Ranks) -> list[Timing]:
     """Time forward passes and training steps of each checkpoint.
 
-    The checkpoints alternate, so that other work on the machine slows all of them alike. The first
+    The checkpoints alternate, so that other work on the machine slows them all equally. The first
     round is not counted.
     """
     models = [checkpoint.model().to(ranks.device) for checkpoint in with_heads]
@@ -220,7 +222,7 @@ def time_models(with_heads: list[Checkpoint], config: CostConfig, ranks: Ranks) 
 
 
 def _speed(timing: Timing, first: Timing, flops: dict[str, float], config: CostConfig) -> Any:
-    """Tokens and FLOPs per second of one checkpoint, also relative to the first one."""
+    """Tokens and FLOPs per second of one checkpoint, and its speed relative to the first one's."""
     tokens = config.rows * config.length
     speed = {}
     for what, seconds in timing.items():
@@ -297,8 +299,8 @@ def training_step(
 def seconds_to_make(path: str, by_path: dict[str, Checkpoint], directory: Path) -> dict[str, Any]:
     """How the checkpoint at `path` was made, and how many seconds that takes.
 
-    `how` is "training", "copy", or the surgery operations that made it from another of
-    `by_path`. A copy and operations are made again, in a temporary directory inside `directory`.
+    `how` is "training", "copy", or the surgery operations that made it from another checkpoint in
+    `by_path`. Copying and surgery are repeated in a temporary directory inside `directory`.
     """
     if base := base_of(by_path[path], by_path):
         return _make_again(path, by_path, base, directory)
@@ -311,7 +313,7 @@ def seconds_to_make(path: str, by_path: dict[str, Checkpoint], directory: Path) 
 def base_of(checkpoint: Checkpoint, by_path: dict[str, Checkpoint]) -> str | None:
     """The path of the checkpoint from which this one was made by surgery alone, or None.
 
-    If there are several, it is the latest.
+    If there are several, it is the one that needs the fewest operations.
     """
     bases = [
         (len(other.history), path)
@@ -326,8 +328,8 @@ def base_of(checkpoint: Checkpoint, by_path: dict[str, Checkpoint]) -> str | Non
 def _make_again(
     path: str, by_path: dict[str, Checkpoint], base: str, directory: Path
 ) -> dict[str, Any]:
-    """Make the checkpoint at `path` from `base` again, time it, and compare the weights bit for
-    bit. If both are the same, it is copied."""
+    """Make the checkpoint at `path` again from the one at `base`, measure the time, and compare the
+    weights bit for bit. If `path` and `base` are the same, the checkpoint is copied."""
     records = [
         {k: v for k, v in record.items() if k != "sha256"}
         for record in by_path[path].history[len(by_path[base].history) :]
@@ -343,8 +345,8 @@ def _make_again(
         shutil.rmtree(temporary)
     if not same:
         say(
-            f"{path}: its operations were applied to {base} again, and the weights differ from "
-            "those on disk",
+            f"{path}: applying its operations to {base} again gave weights that differ from those "
+            "on disk",
             error=True,
         )
     how = ", ".join(map(_as_call, records)) or "copy"
@@ -352,7 +354,7 @@ def _make_again(
 
 
 def _as_call(record: dict[str, Any]) -> str:
-    """An operation as it is typed, such as keep_layers(first=6)."""
+    """An operation as the user types it, such as keep_layers(first=6)."""
     arguments = ", ".join(f"{k}={v}" for k, v in record.items() if k != "op")
     return f"{record['op']}({arguments})" if arguments else str(record["op"])
 

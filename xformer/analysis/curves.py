@@ -3,10 +3,10 @@
     python -m xformer.analysis curves RUN RUN ... out=DIR
     python -m xformer.analysis curves runs/splice-* validation=accuracy smooth=5 out=figures
 
-Runs whose recipes differ only in seeds form one curve. Seeds of mappings and of operations on
-weights count too. A curve is named after the settings in which it differs from the others. If there
-is only one curve, it is named after the common beginning of the runs' names. The numbers come from
-each run's log.jsonl (Kao & Lee 2021, figures 3, 4 and 6 to 9; Huang et al. 2021, figures 1 and 4).
+Runs whose recipes differ only in seeds (including those of mappings and surgery) or in `system`
+form one curve. A curve is named after the settings in which it differs from the others. If there is
+only one curve, it is named after the common prefix of the runs' names. The numbers come from each
+run's log.jsonl (Kao & Lee 2021, figures 3, 4 and 6 to 9; Huang et al. 2021, figures 1 and 4).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class CurvesConfig(Output):
     value: str = "loss"
     """A number that the log has for training steps, such as loss, lr or grad_norm."""
     validation: str | None = None
-    """A number that the log has for validations, such as loss or accuracy. It gets a panel of its
-    own."""
+    """A number that the log has for validations, such as loss or accuracy. It is drawn in a second
+    panel."""
     x: str = "step"
     """The horizontal axis: step or epoch."""
     smooth: int = Field(1, ge=1)
@@ -107,7 +107,7 @@ def grouped(paths: list[str]) -> dict[str, list[str]]:
 
 
 def _recipe(path: str) -> dict[str, Any]:
-    """The recipe of a run. Raises BadInput if its config.json holds none."""
+    """The recipe of a run. Raises BadInput if its config.json contains no recipe."""
     content = read_config(Path(path) / "config.json")
     if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
         raise BadInput(f"{path}/config.json is damaged: it holds no recipe; give another run")
@@ -126,23 +126,23 @@ def _without_seeds(value: Any, key: str = "") -> Any:
 
 
 def _show(value: Any) -> str:
-    """A value, short enough for a legend: operations by name, paths by their last part."""
+    """A value in short form for a legend: operations by name, paths by their last part."""
     if isinstance(value, list | tuple):
         return "+".join(v.get("op", "?") if isinstance(v, dict) else str(v) for v in value) or "no"
     return Path(value).name if isinstance(value, str) and "/" in value else str(value)
 
 
 def average(runs: list[str], event: str, value: str, config: CurvesConfig) -> dict[str, Any]:
-    """Mean and deviation over runs, at the points that all of them logged.
+    """Mean and standard deviation over runs, at the points that all runs logged.
 
-    Raises BadInput if a run lacks the number, or if the runs have no point in common.
+    Raises BadInput if a run did not log the number, or if the runs have no point in common.
     """
     curves = [_curve(path, event, value, config) for path in runs]
     shared = sorted(set.intersection(*(set(curve) for curve in curves)))
     if not shared:
         raise BadInput(
-            f"{', '.join(runs)} have no {config.x} of {event} in common; give runs that log at the "
-            "same points"
+            f"{', '.join(runs)} have no {config.x} of {event} in common; give runs that log at "
+            "the same points"
         )
     values = np.array([[curve[x] for x in shared] for curve in curves])
     ddof = int(len(values) > 1)
@@ -155,7 +155,7 @@ def average(runs: list[str], event: str, value: str, config: CurvesConfig) -> di
 
 
 def _curve(path: str, event: str, value: str, config: CurvesConfig) -> dict[float, float]:
-    """The number at each point x of one run, smoothed."""
+    """The smoothed number of one run at each point x."""
     points: dict[float, float] = {}
     names: set[str] = set()
     for record in records(Path(path)):

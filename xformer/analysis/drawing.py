@@ -9,22 +9,22 @@ NAME_LENGTH = 28  # characters of a name in a figure
 
 
 def many(count: int, noun: str) -> str:
-    """1 example, 2 examples."""
+    """A count with its noun in singular or plural: 1 example, 2 examples."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def of_stores(name: str) -> str:
-    """The name of a store without its directory. Joined stores have their names joined by "and"."""
+    """The name of a store without its directory, or of joined stores with "and" between them."""
     return " and ".join(Path(part).name for part in name.split(" and "))
 
 
 def plus_minus(mean: float, deviation: float, runs: int) -> str:
-    """6.474 ± 0.012, or 6.474 for a single run."""
+    """A mean and its deviation: 6.474 ± 0.012, or 6.474 for a single run."""
     return f"{mean:.4g}" + (f" ± {deviation:.2g}" if runs > 1 else "")
 
 
 def short(name: str) -> str:
-    """The end of a name, short enough for a legend."""
+    """A name that fits in a legend: if it is too long, only its end is kept."""
     return name if len(name) <= NAME_LENGTH else f"…{name[1 - NAME_LENGTH :]}"
 
 

@@ -1,4 +1,4 @@
-"""The same examples of a store, read by one or more checkpoints.
+"""The examples that an analysis reads from a store, and the models that it runs on them.
 
 T tokens of a batch, N rows, L tokens of a row, H heads, C hidden size.
 """
@@ -34,8 +34,8 @@ from xformer.parallel.feed import to_device
 from xformer.parallel.processes import SystemConfig
 from xformer.tasks.task import Model
 
-FORWARD_TOKENS = 4096  # in one forward pass
-DEFAULT_TOKENS = 128  # max_tokens by default
+FORWARD_TOKENS = 4096  # tokens in one forward pass
+DEFAULT_TOKENS = 128  # default of max_tokens
 
 
 class ExamplesConfig(Output):
@@ -51,20 +51,20 @@ class ExamplesConfig(Output):
     examples: int = Field(256, ge=1)
     """Number of rows, drawn at random with `seed`, or all rows if the split has fewer."""
     max_tokens: int | None = Field(None, ge=3)
-    """Longer rows are truncated to this many tokens, special tokens included. Default: 128, or the
-    most that all models accept."""
+    """Longer rows are truncated to this many tokens, special tokens included. Default: 128, or less
+    if a model accepts less."""
     mapping: str | None = None
-    """How store ids become the checkpoint's ids (see train.py --help). Default: as in its
+    """How store ids become the checkpoint's ids (see train.py --help). Default: the mapping of its
     training."""
     mapping_b: str | None = None
-    """The same for the second checkpoint and all after it. Default: as `mapping`."""
+    """The mapping of all checkpoints but the first. Default: the same as `mapping`."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of all random choices."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A checkpoint under analysis: its model on the device, and how it reads the store's rows."""
+    """A checkpoint with its model on the device, and the assembler that reads rows for it."""
 
     name: str
     path: str
@@ -101,7 +101,7 @@ class Examples:
         yield from (part for part in np.split(self.rows, cuts) if len(part))
 
     def describe(self) -> dict[str, Any]:
-        """The checkpoints and the data, as the result's JSON names them."""
+        """The checkpoints and the data, in the form of the result's JSON."""
         return {
             "checkpoints": [
                 {
@@ -124,9 +124,9 @@ class Examples:
 
 
 def names_of(paths: list[str], chosen: tuple[str, ...]) -> list[str]:
-    """The chosen names, or if there are none, the shortest path endings that are all different.
+    """The `chosen` names. If there are none, the shortest path endings that are all different.
 
-    Raises BadInput unless there is one name for each path, and all are different.
+    Raises BadInput unless there is one chosen name for each path, and all are different.
     """
     if chosen:
         if len(chosen) != len(paths) or len(set(chosen)) != len(chosen) or "" in chosen:
@@ -154,7 +154,8 @@ def open_examples(config: ExamplesConfig, paths: list[str], most: int = DEFAULT_
     """
     names = names_of(paths, config.names)
     store = open_stores(config.data)
-    split = replace(store.split(config.split), together=1)  # rows of one question, too
+    # each row is an example, even if several rows belong to one question
+    split = replace(store.split(config.split), together=1)
     if split.rows == 0:
         raise BadInput(
             f"the split {config.split!r} of {store.name} has no rows; give another split="
@@ -195,7 +196,7 @@ def check_length(max_tokens: int, path: str, most: int) -> None:
 def _max_tokens(
     config: ExamplesConfig, paths: list[str], loaded: list[Checkpoint], most: int
 ) -> int:
-    """The number of tokens to which rows are truncated. Every model accepts it."""
+    """The length to which rows are truncated, in tokens: at most what every model accepts."""
     for path, checkpoint in zip(paths, loaded, strict=True):
         if checkpoint.config.architecture != "transformer":
             raise BadInput(
@@ -208,7 +209,7 @@ def _max_tokens(
 
 
 def _mapping(checkpoint: Checkpoint, store: Store, spec: str | None) -> np.ndarray | None:
-    """The model's id for each id of the store; None if they are the same."""
+    """The model's id for each id of the store, or None if they are the same."""
     source = checkpoint.source
     if spec is None and source is not None and source.fingerprint == store.fingerprint:
         return checkpoint.mapping  # the same array as in training
@@ -223,8 +224,8 @@ def _check_aligned(models: list[LoadedModel]) -> None:
         if other.assembler.extra != first.assembler.extra:
             raise BadInput(
                 f"the tokens of {first.path} and {other.path} cannot be aligned: they add "
-                f"{first.assembler.extra} and {other.assembler.extra} special tokens to a row of "
-                "pairs; give checkpoints of one family, or a store without pairs"
+                f"{first.assembler.extra} and {other.assembler.extra} special tokens to a pair of "
+                "texts; give checkpoints of one family, or a store without pairs"
             )
 
 
@@ -244,7 +245,7 @@ class Inside:
 def inside(encoder: Encoder, batch: Batch[Tensor], maps: bool = False) -> Inside:
     """Run the encoder and keep every hidden state, and with `maps` every attention map.
 
-    Forward hooks collect them, so the encoder needs no option for it.
+    Forward hooks collect the tensors, so the encoder itself needs no code for this.
     """
     hidden: list[Tensor] = []
     kept: list[list[Tensor]] = []
@@ -274,7 +275,7 @@ def look_inside(
 ) -> tuple[Batch[np.ndarray], Inside]:
     """The packed batch of these rows, and the encoder's hidden states and maps (see `inside`).
 
-    Raises BadInput, with the layer and the row, if a hidden state is not finite.
+    Raises BadInput that names the layer and the row if a hidden state is not finite.
     """
     batch = loaded.assembler.batch(rows)
     result = inside(loaded.model.encoder, to_device(batch, loaded.device), maps)
@@ -286,7 +287,8 @@ def look_inside(
 def check_hidden_finite(
     x: Tensor, batch: Batch[np.ndarray], loaded: LoadedModel, what: str
 ) -> None:
-    """Raise BadInput if `x` (T, C) is not finite. It names the first such row of the split."""
+    """Raise BadInput if `x` (T, C) is not finite. The message names `what` and the first bad
+    row."""
     bad = (~torch.isfinite(x)).any(1)
     if bad.any():
         token = int(bad.nonzero()[0])
@@ -299,7 +301,7 @@ def check_hidden_finite(
 
 
 def parse_layers(text: str, most: int) -> list[int]:
-    """The layer numbers that "all", "last" or "0,6,12" means, from 0 (the embeddings) to `most`.
+    """The layer numbers, from 0 (the embeddings) to `most`, for "all", "last" or "0,6,12".
 
     Raises BadInput for any other text.
     """

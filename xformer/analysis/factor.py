@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 NEGLIGIBLE = 1e-6  # directions below this share of the largest singular value are dropped
-FOLD = 8  # rows wait until there are this many times as many as columns
+FOLD = 8  # rows are collected until there are this many for each column
 
 
 class Factor:
     """R of the QR decomposition X = Q R of a centred matrix, from chunks of rows, in float64.
 
-    (TSQR, Demmel et al. 2012.) The orthonormal Q is never formed, and neither is X^T X = R^T R,
-    which would square the condition number. The means of old and new rows differ. One extra row
-    accounts for that, so the result is the same as if all rows had been centred together.
+    (TSQR, Demmel et al. 2012.) The orthonormal Q is never formed. X^T X = R^T R is not formed
+    either, because that would square the condition number. The means of old and new rows differ;
+    one extra row accounts for the difference, so the result is the same as if all rows had been
+    centred together.
     """
 
     def __init__(self, columns: int):
@@ -31,7 +32,7 @@ class Factor:
         self._waiting_rows = 0
 
     def add(self, chunk: Tensor) -> None:
-        """Add rows (n, d) of any float type. They wait until there are enough to be folded in.
+        """Add rows (n, d) of any float type. They are kept until there are enough for a QR step.
 
         Raises ValueError if the number of columns is wrong.
         """
@@ -90,7 +91,7 @@ class Basis:
         return self.directions.size(1)
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Rows of U for these rows of the matrix: (n, d) -> (n, r) float64."""
+        """The rows of U that belong to rows x of the matrix: (n, d) -> (n, r) float64."""
         return (x.to(torch.float64) - self.mean) @ (self.directions / self.scale[:, None]).T
 
 

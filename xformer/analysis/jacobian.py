@@ -7,8 +7,8 @@
 A model is dynamically isometric if all singular values are 1 (Saxe et al. 2014; Kao & Lee 2021,
 section 4.4.3, F.1 and figure 10). The Jacobian of one output token is computed exactly, with one
 vector-Jacobian product for each hidden unit. With `whole=true` the spectrum of all output tokens
-together is estimated as well, by Golub-Kahan-Lanczos quadrature from random probes; the result
-holds its standard error.
+together is also estimated, by Golub-Kahan-Lanczos quadrature from random probes. The result
+includes the standard error of this estimate.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 # P probes, m steps.
 
 Function = Callable[[Tensor], Tensor]  # (B, L, E) -> (B, L, C), each of the B independently
-COPY_TOKENS = 2048  # in all copies of an example that are differentiated together
+COPY_TOKENS = 2048  # tokens in the copies of an example that are differentiated together
 HISTOGRAM_BINS = 40
-DEFAULT_TOKENS = 64  # max_tokens by default
-SUMMARY = ("median", "largest", "rms", "near_one")  # of an example's singular values
-SMALLEST_SHARE = 1e-6  # of the largest singular value: the left end of the logarithmic axis
+DEFAULT_TOKENS = 64  # default of max_tokens
+SUMMARY = ("median", "largest", "rms", "near_one")  # statistics of an example's singular values
+SMALLEST_SHARE = 1e-6  # the logarithmic axis begins at this share of the largest singular value
 
 
 class JacobianConfig(ExamplesConfig):
     """Which Jacobian is computed, and for which examples."""
 
     max_tokens: int | None = Field(None, ge=3)
-    """Longer rows are truncated to this many tokens, special tokens included. Default: 64, or the
-    most that all models accept."""
+    """Longer rows are truncated to this many tokens, special tokens included. Default: 64, or less
+    if a model accepts less."""
     examples: int = Field(8, ge=1)
     """Number of rows, drawn at random with `seed`, or all rows if the split has fewer."""
     token: int = Field(0, ge=0)
@@ -57,21 +57,22 @@ class JacobianConfig(ExamplesConfig):
     whole: bool = False
     """Also estimate the spectrum of all output tokens together."""
     steps: int = Field(40, ge=2)
-    """With whole=true: Lanczos steps of the estimate."""
+    """With whole=true: number of Lanczos steps of the estimate."""
     probes: int = Field(4, ge=2)
-    """With whole=true: random starting vectors of the estimate, for each example."""
+    """With whole=true: number of random starting vectors of the estimate for each example."""
 
 
 SUBCOMMAND = Subcommand("jacobian", JacobianConfig, __doc__ or "", 1, None)
 
 
 def last_hidden_from_words(loaded: LoadedModel, batch: Batch) -> tuple[Function, Tensor]:
-    """The last hidden states of one example as a function of its word embeddings, and these (L, E).
+    """The function from the word embeddings of one example to its last hidden states, and these
+    word embeddings (L, E).
 
-    The word embeddings replace the embedding table: token k of the packed batch looks up row k. The
-    copies of an example are a batch, so one backward pass gives the products for all of them;
-    `vmap` would loop over LayerNorm, GELU and softmax. Operations run as plain PyTorch, which also
-    has forward-mode derivatives.
+    The function replaces the embedding table by its argument: token k of the packed batch looks up
+    row k. It takes a batch of copies of the example, so one backward pass gives the products of all
+    copies; `vmap` would loop over LayerNorm, GELU and softmax. It uses the reference implementation
+    of every op, because only plain PyTorch has forward-mode derivatives.
     """
     encoder, device = loaded.model.encoder, loaded.device
     L = len(batch.tokens)
@@ -96,7 +97,7 @@ def last_hidden_from_words(loaded: LoadedModel, batch: Batch) -> tuple[Function,
 def jacobian_of_token(function: Function, x: Tensor, token: int) -> Tensor:
     """The exact Jacobian of one output token of a function at x (L, E): (C, L E).
 
-    One forward pass of B copies serves all C products, of which B are computed at a time.
+    One forward pass of B copies serves all C products, which are computed B at a time.
     """
     C = function(x[None]).size(2)
     B = min(C, max(1, COPY_TOKENS // len(x)))
@@ -124,14 +125,14 @@ def estimate(
 ) -> dict[str, Tensor]:
     """Estimate the spectrum of the whole Jacobian J (L C, n) of a function at x (L, E).
 
-    It is Golub-Kahan-Lanczos bidiagonalisation from `probes` random unit vectors, with full
+    The method is Golub-Kahan-Lanczos bidiagonalisation from `probes` random unit vectors, with full
     re-orthogonalisation (Golub & Meurant 2010, chapter 7).
 
     Returns `nodes` (P, m), the singular values of each probe's bidiagonal matrix, and their
     `weights` (P, m), which sum to 1. For a smooth f, the mean over probes of sum w f(s) estimates
     the mean of f over J's n singular values, which include zeros if n > L C. `largest` is the
-    largest node. One of J's singular values is within `residual` of it: the method's bound, plus
-    the rounding error of products in the dtype of x.
+    largest node. J has a singular value within `residual` of it. `residual` is the method's error
+    bound plus the rounding error of products in the dtype of x.
     """
     alphas, betas = _bidiagonalise(function, x, min(steps, x.numel()), probes, seed)
     nodes, weights, largest, residual = [], [], [], []
@@ -156,7 +157,7 @@ def _bidiagonalise(
 ) -> tuple[Tensor, Tensor]:
     """The diagonals and the superdiagonals of the probes' bidiagonal matrices, (m, P) each.
 
-    The last entry of a superdiagonal lies outside its matrix: it bounds the error.
+    The last entry of a superdiagonal is outside its matrix, and bounds the error.
     """
     copies = x.detach().expand(probes, -1, -1).clone().requires_grad_()
     y = function(copies)
@@ -187,9 +188,10 @@ def _bidiagonalise(
 
 
 def _orthogonalised(x: Tensor, others: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Orthogonalise x (P, n) against `others`. Returns unit vectors and their former lengths (P,).
+    """Orthogonalise x (P, n) against `others`. Returns the normalised vectors and their lengths
+    before normalisation, (P,).
 
-    Both are zero if nothing is left. That ends a probe early.
+    If nothing is left of a vector, both are zero, which ends its probe early.
     """
     before = x.norm(dim=1)
     for _ in range(2):  # twice is enough (Kahan)
@@ -236,7 +238,7 @@ def run(paths: list[str], config: JacobianConfig) -> None:
 
 
 def _of_example(loaded: LoadedModel, row: int, config: JacobianConfig) -> dict[str, Any]:
-    """The singular values for one row, and in `whole` the estimate for all its output tokens."""
+    """The singular values for one row, and under "whole" the estimate for all output tokens."""
     batch, _ = look_inside(loaded, np.array([row]))  # raises BadInput if a number is not finite
     function, x = last_hidden_from_words(loaded, batch)
     exact = singular_values(jacobian_of_token(function, x, config.token))
@@ -340,8 +342,8 @@ def _draw_one_token(axes: Any, spectra: list[dict[str, Any]], title: str) -> Non
 def _draw_whole(axes: Any, spectra: list[dict[str, Any]]) -> None:
     """The estimate for all output tokens, with a thin line for each example.
 
-    The nodes resolve the few large singular values, but only one or two of them represent the many
-    small ones. So the share above each value is drawn instead of a histogram.
+    The nodes resolve the few large singular values, but only one or two nodes represent the many
+    small ones. A histogram would be misleading, so the share above each value is drawn.
     """
     for i, spectrum in enumerate(spectra):
         for number, row in enumerate(spectrum["examples"]):
@@ -373,5 +375,5 @@ def _draw_whole(axes: Any, spectra: list[dict[str, Any]]) -> None:
 
 
 def _shares(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """The share of the values in each bin; those outside count in the first or the last one."""
+    """The share of the values in each bin. Values outside are counted in the first or last bin."""
     return np.histogram(np.clip(values, bounds[0], bounds[-1]), bounds)[0] / len(values)

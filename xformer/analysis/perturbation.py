@@ -7,9 +7,9 @@
 Gaussian noise is added to every parameter of the encoder, with mean 0 and standard deviations
 1e-2, 1e-4, 1e-6 and 1e-8 (Liu et al. 2020; Kao & Lee 2021, F.3, figures 12 and 13). The result is
 the L2 distance between a token's last hidden states without and with noise, averaged over an
-example's tokens. Its mean and standard deviation are over examples and draws of the noise.
-Everything is in float64, because noise of 1e-8 is smaller than the spacing of float32 numbers near
-1.
+example's tokens. Its mean and standard deviation are taken over examples and draws of the noise.
+All computations are in float64, because noise of 1e-8 is smaller than the spacing of float32
+numbers near 1.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class PerturbationConfig(ExamplesConfig):
     deviations: tuple[float, ...] = (1e-2, 1e-4, 1e-6, 1e-8)
     """Standard deviations of the noise, such as [1e-2,1e-4]."""
     draws: int = Field(3, ge=1)
-    """How many times noise of each size is drawn. Draw i is the same at all sizes, except for its
-    scale."""
+    """How many times noise is drawn. Every draw is used with each of the standard deviations."""
 
 
 SUBCOMMAND = Subcommand("perturbation", PerturbationConfig, __doc__ or "", 1, None)
 
 
 def noise(name: str, weight: Tensor, seed: int, number: int) -> Tensor:
-    """Standard Gaussian noise for one parameter, from `seed`, `number` (of the draw) and `name`."""
+    """Standard Gaussian noise for a parameter. It depends on `seed`, the draw's `number` and the
+    parameter's `name`."""
     digest = hashlib.sha256(f"noise:{seed}:{number}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     values = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
@@ -79,7 +79,7 @@ def perturbed(model: nn.Module, deviation: float, seed: int, number: int) -> nn.
 def outputs(encoder: nn.Module, loaded: LoadedModel, examples: Examples) -> list[Tensor]:
     """The last hidden states of every example, a list of (L, C).
 
-    Raises BadInput, with the row, if one is not finite.
+    Raises BadInput that names the row if one is not finite.
     """
     states: list[Tensor] = []
     for part in examples.parts():
@@ -87,14 +87,14 @@ def outputs(encoder: nn.Module, loaded: LoadedModel, examples: Examples) -> list
         packed = to_device(batch, loaded.device)
         hidden = encoder(packed)
         if not torch.isfinite(hidden).all():
-            look_inside(loaded, part)  # names the layer, if it also fails without noise
+            look_inside(loaded, part)  # names the layer if the states are bad even without noise
         check_hidden_finite(hidden, batch, loaded, "the last layer")
         states += hidden.split(np.diff(batch.cu_seqlens).tolist())
     return states
 
 
 def output_distances(before: list[Tensor], after: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    """Each example's L2 distance, (N,), and the same relative to the norm of its outputs, (N,).
+    """Each example's L2 distance, (N,), and its ratio to the norm of the outputs before, (N,).
 
     Distances and norms are averaged over the example's tokens.
     """
@@ -174,7 +174,7 @@ def draw(result: dict[str, Any]) -> Figure:
         places = np.arange(len(model["noise"])) + (i + 0.5) * width - 0.4
         mean = np.array([n["mean"] for n in model["noise"]])
         above = np.array([n["deviation"] for n in model["noise"]])
-        # On a logarithmic axis an error bar that reached 0 would have no lower end.
+        # An error bar cannot reach 0 on a logarithmic axis.
         below = np.minimum(above, 0.9 * mean)
         axes.bar(
             places,

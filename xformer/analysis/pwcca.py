@@ -6,9 +6,9 @@
     python -m xformer.analysis pwcca a.h5 b.h5 out=DIR        # files that `capture` wrote
 
 Both checkpoints read the same examples. Every token is a sample, and every hidden unit is a neuron.
-Layer 0 is the output of the embeddings, layer i that of the i-th layer. Give the same checkpoint
-twice to compare its layers with each other. `layers=last` takes one pass over the examples; several
-layers take two.
+Layer 0 is the output of the embeddings. Give the same checkpoint twice to compare its layers with
+each other. Comparing one layer with one layer takes one pass over the examples; comparing several
+layers takes two.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ MEASURES = ("pwcca", "svcca", "cca", "cka")
 
 @dataclass(frozen=True)
 class Similarity:
-    """How similar the representations of two networks are. A measure is 1 if they are equal.
+    """Measures of how similar the representations of two networks are; 1 means equal.
 
     `pwcca` takes its weights from the first network, `pwcca_reversed` from the second.
-    `correlations` (k,) are the canonical correlations, largest first, and `weights` (k,) those of
-    `pwcca`. `ranks` count the directions of each network whose singular value is above 1e-6 of its
-    largest. `chance` is the mean correlation of independent Gaussian samples of these sizes.
+    `correlations` (k,) are the canonical correlations, largest first, and `weights` (k,) are the
+    weights that `pwcca` gives them. `ranks` are the numbers of directions of the two networks;
+    directions whose singular value is below 1e-6 of a network's largest do not count. `chance` is
+    the mean correlation of independent Gaussian samples of the same size and ranks.
     """
 
     pwcca: float
@@ -76,7 +77,7 @@ def pwcca(x: Any, y: Any, variant: Variant = "definition") -> float:
 
         alpha_i = sum over j of |<h_i, x_j>|,      PWCCA = sum of alpha_i rho_i / sum of alpha_i
 
-    `variant` "svcca" or "anatome" gives what these two implementations compute instead (see
+    The variants "svcca" and "anatome" reproduce what these two implementations compute instead (see
     docs/analysis.md). Raises ValueError if the arrays do not match, are constant, or are not
     finite. Warns if there are too few samples.
     """
@@ -118,12 +119,12 @@ def _matrices(x: Any, y: Any) -> tuple[Tensor, Tensor]:
 
 
 def too_few(samples: int, ranks: tuple[int, int]) -> str:
-    """A warning if some correlations must be 1 for want of samples, otherwise ""."""
+    """A warning if there are so few samples that some correlations must be 1, otherwise ""."""
     if samples > sum(ranks):
         return ""
     return (
         f"{samples:,} tokens are too few for {ranks[0]} and {ranks[1]} directions: some "
-        f"correlations are 1 for any data; take more than {sum(ranks):,}, better "
+        f"correlations are 1 for any data; use more than {sum(ranks):,}, better "
         f"{10 * max(ranks):,}"
     )
 
@@ -183,7 +184,7 @@ def similarity(x: Basis, y: Basis, inner: Tensor) -> Similarity:
 
 
 def _svcca_rank(network: Basis) -> int:
-    """The number of directions that SVCCA keeps, those that explain 99 % of the variance."""
+    """The number of directions that SVCCA keeps: as many as explain 99 % of the variance."""
     share = torch.cumsum(network.scale**2, 0) / (network.scale**2).sum()
     return int((share < KEPT_VARIANCE).sum()) + 1
 
@@ -191,7 +192,7 @@ def _svcca_rank(network: Basis) -> int:
 def chance(samples: int, rank_x: int, rank_y: int) -> float:
     """Mean canonical correlation of independent Gaussian data, in the limit of many directions.
 
-    (Wachter 1980.) A similarity means something only if it is well above this.
+    (Wachter 1980.) A similarity is meaningful only if it is well above this.
     """
     from scipy.integrate import quad
 
@@ -213,12 +214,12 @@ def chance(samples: int, rank_x: int, rank_y: int) -> float:
 
 
 def _as_in_google_svcca(pair: NetworkPair) -> float:
-    """What compute_pwcca of google/svcca computes.
+    """The value that compute_pwcca of google/svcca computes.
 
-    The network with fewer neurons gives the weights. That code applies the canonical coefficients
-    to unwhitened neurons, adds the neurons' means, orthonormalises the directions in order, and
-    projects the uncentred neurons onto them. Once means are added, the sign of a coefficient vector
-    matters. There it is arbitrary; here its largest entry is positive.
+    The weights come from the network with fewer neurons. That code applies the canonical
+    coefficients to unwhitened neurons, adds the neurons' means, orthonormalises the directions in
+    order, and projects the uncentred neurons onto them. Because means are added, the sign of a
+    coefficient vector matters. It is arbitrary in that code; here the largest entry is positive.
     """
     x, y, inner = pair.x, pair.y, pair.inner
     if x.width > y.width:
@@ -238,10 +239,10 @@ def _as_in_google_svcca(pair: NetworkPair) -> float:
 
 
 def _as_in_anatome(pair: NetworkPair, chunks: Iterator[Tensor]) -> float:
-    """What pwcca_distance of anatome computes.
+    """The value that pwcca_distance of anatome computes.
 
-    That code orthonormalises the coefficients of the canonical vectors of x. A weight is the sum
-    over samples of the absolute value of x projected onto them. `chunks` are the rows of x again.
+    That code orthonormalises the coefficients of the canonical vectors of x and projects x onto
+    them. A weight is the sum over samples of the absolute values. `chunks` are the rows of x again.
     """
     x = pair.x
     p, rho, _ = torch.linalg.svd(pair.inner, full_matrices=False)
@@ -259,9 +260,9 @@ def _as_in_anatome(pair: NetworkPair, chunks: Iterator[Tensor]) -> float:
 def grid(stream: LayerStream) -> list[list[Similarity]]:
     """The similarity of every layer of one network with every layer of another, in two passes.
 
-    `stream()` starts a pass. It yields chunks of samples: the layers of both networks, lists of
-    (n, d). The first pass computes each layer's basis, the second the inner products between them.
-    Raises ValueError that names the layer if one is constant.
+    `stream()` starts a pass, which yields chunks of samples: for each network, a list of layers (n,
+    d). The first pass computes the basis of each layer, the second the inner products of the bases.
+    Raises ValueError that names the layer if a layer is constant.
     """
     factors: list[list[Factor]] = []
     for chunk in stream():
@@ -303,14 +304,14 @@ class PwccaConfig(ExamplesConfig):
     """Which layers are compared, and by which measure."""
 
     data: Paths = ""
-    """The store that the examples come from, or a list of stores to join. Captures (.h5) need
-    none."""
+    """The store that the examples come from, or a list of stores to join. Leave it out for captures
+    (.h5)."""
     layers: str = "all"
     """Layers of the first network: all, last, or numbers such as 0,6,12."""
     layers_b: str | None = None
-    """Layers of the second network. Default: as `layers`."""
+    """Layers of the second network. Default: the same as `layers`."""
     variant: Variant = "definition"
-    """PWCCA as defined by Morcos et al. 2018, or as google/svcca or anatome compute it."""
+    """PWCCA as Morcos et al. 2018 define it, or as google/svcca or anatome compute it."""
     examples: int = Field(512, ge=1)
     """Number of rows, drawn at random with `seed`, or all rows if the split has fewer."""
     trust: bool = False
@@ -346,7 +347,7 @@ Source = Callable[[list[list[int]]], Iterator[tuple[list[Tensor], list[Tensor]]]
 def _open_source(paths: list[str], config: PwccaConfig) -> tuple[dict[str, Any], list[int], Source]:
     """Open two checkpoints or two captures.
 
-    Returns what the result says about them, their numbers of layers, and a function that starts a
+    Returns their description in the result, their numbers of layers, and a function that starts a
     pass over the chosen layers of both.
     """
     if all(path.endswith(".h5") for path in paths):
@@ -361,7 +362,7 @@ def _open_source(paths: list[str], config: PwccaConfig) -> tuple[dict[str, Any],
             "examples must be the same"
         )
     if config.trust:
-        raise BadInput("trust= is for captures (.h5): leave it out")
+        raise BadInput("trust= applies only to captures (.h5): leave it out")
     if not config.data:
         raise BadInput("data= is missing: checkpoints read a store; give data=STORE")
     examples = open_examples(config, paths)
@@ -387,7 +388,7 @@ def _compare_layers(
         pairs = [[pair]]
     else:
         if variant != "definition":
-            raise BadInput(f"variant={variant} compares one layer with one other: give layers=last")
+            raise BadInput(f"variant={variant} compares only one pair of layers: give layers=last")
         rows, pairs = grid(stream), []
     widest = max((s for row in rows for s in row), key=lambda s: sum(s.ranks))
     if message := too_few(widest.samples, widest.ranks):

@@ -38,7 +38,7 @@ class Output(Settings):
     """Directory for the JSON file and the figures. It is created if necessary. The files are named
     after the analysis, such as pwcca.json."""
     run: str | None = None
-    """A run directory. Its TensorBoard will show the figure and the main numbers too."""
+    """A run directory. Its TensorBoard then also shows the figure and the main numbers."""
     overwrite: bool = False
     """Replace an earlier result of the same analysis in `out`."""
     threads: int = Field(0, ge=0, le=1024)
@@ -62,10 +62,10 @@ class Subcommand:
 
 
 def parse_arguments(command: Subcommand, arguments: list[str]) -> tuple[list[str], Any]:
-    """The paths, which come first, and the settings, an instance of `command.schema`.
+    """Parse a command line: first the paths, then the settings, an instance of `command.schema`.
 
-    Raises BadInput if an argument is wrong or the result could not be written. With `--help` among
-    the arguments it prints the help and exits.
+    Raises BadInput if an argument is wrong or the result could not be written. If `--help` is among
+    the arguments, prints the help and exits.
     """
     if any(argument in ("-h", "--help") for argument in arguments):
         say(*help_text(command.schema, command.text).split("\n"))
@@ -90,7 +90,7 @@ def parse_arguments(command: Subcommand, arguments: list[str]) -> tuple[list[str
 def check_writable(config: Output, name: str) -> None:
     """Raise BadInput if the result of the analysis `name` could not be written.
 
-    It is called before the work, which may take hours.
+    This is checked before the analysis, which may take hours.
     """
     out = Path(config.out)
     check_place(out)
@@ -125,7 +125,7 @@ def with_progress(
 
 
 def origin() -> dict[str, Any]:
-    """The command line and the versions that a result came from."""
+    """The command line and the software versions that produced a result."""
     from xformer.provenance import versions
 
     command = ["python", "-m", "xformer.analysis", *sys.argv[1:]]
@@ -139,10 +139,10 @@ def publish(
     line: str,
     metrics: dict[str, dict[str, float]],
 ) -> None:
-    """Write a result as JSON, draw it, and print `line`, which sums it up.
+    """Write a result as JSON, draw it, and print its one-line summary, `line`.
 
-    `result["analysis"]` names the files. `metrics` {group: {name: number}} are the few numbers that
-    a study's tables and TensorBoard show. Raises Failure if one of them is not finite.
+    The files are named after `result["analysis"]`. `metrics` {group: {name: number}} are the main
+    numbers, which a study's tables and TensorBoard show. Raises Failure if one is not finite.
     """
     name, out = result["analysis"], Path(config.out)
     for group, numbers in metrics.items():
@@ -162,9 +162,9 @@ def publish(
 def _to_tensorboard(
     run: Path, name: str, image: Path, line: str, metrics: dict[str, dict[str, float]]
 ) -> None:
-    """Show a result in a run's TensorBoard, in a directory of its own.
+    """Show a result in a run's TensorBoard.
 
-    The run rewrites the directory of its own curves when it resumes.
+    The result has its own directory, because a resumed run rewrites the directory of its curves.
     """
     from matplotlib.image import imread
     from torch.utils.tensorboard import SummaryWriter

@@ -1,7 +1,7 @@
 """From the rows of a store to a packed batch: map ids, truncate, add special tokens, pack, mask.
 
 T tokens in the batch, N rows, M masked or tagged tokens, E examples. The rows of a batch are sorted
-by length: where attention pads its rows, neighbours need little padding.
+by length, because some attention kernels pad neighbouring rows to the same length.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from xformer.data.errors import BadInput
 from xformer.data.store import Ragged, Split
 from xformer.data.tokenizers import Tokenizer
 
-CHUNK = 8192  # tokens of one forward pass without gradient
-WINDOW = 2**17  # examples that are sorted by length together
+CHUNK = 8192  # tokens in a forward pass that needs no gradient
+WINDOW = 2**17  # number of examples that are sorted by length at a time
 SAMPLED = 100_000  # rows whose lengths are checked before training or scoring
 
 Array = TypeVar("Array")
@@ -30,19 +30,20 @@ Array = TypeVar("Array")
 class Batch(Generic[Array]):
     """A packed batch, of numpy arrays on the host or of tensors on a device.
 
-    `places` and `targets` are set for MLM and tags, `labels` for other tasks. An example is one
-    row, or `together` neighbouring rows (the endings of a multiple-choice question).
+    `places` and `targets` are set for tasks that label tokens (MLM, tags), and `labels` for tasks
+    that label rows. An example is one row, or `together` neighbouring rows (the endings of a
+    multiple-choice question).
     """
 
     tokens: Array  # (T,) int32
     positions: Array  # (T,) int32, from 0 in each row
-    segments: Array  # (T,) int32, 1 in the second text of a pair and its last separator
+    segments: Array  # (T,) int32, 1 for the second text of a pair and the separator after it
     cu_seqlens: Array  # (N + 1,) int32: row i is tokens[cu_seqlens[i] : cu_seqlens[i + 1]]
     longest: int  # length of the longest row
     labels: Array | None = None  # (N,) int64 classes or float32 scores, (N, 2) int64 spans
     places: Array | None = None  # (M,) int64, the tokens to predict
     targets: Array | None = None  # (M,) int64, their true ids or classes
-    rows: Any = None  # (N,) int64 array, the number of each row in the split
+    rows: Any = None  # (N,) int64 array, the row numbers in the split
     together: int = 1
 
     @property
@@ -55,9 +56,9 @@ class Batch(Generic[Array]):
 
 @dataclass(frozen=True)
 class Workload:
-    """How much text goes through a model: the counts on which its cost depends.
+    """The amount of text that a model processes, as the counts that determine the cost.
 
-    `squares` is the sum of the squared row lengths, to which the cost of attention is proportional.
+    `squares` is the sum of the squared row lengths; the cost of attention is proportional to it.
     `masked` is the number of tokens that an MLM head predicts.
     """
 
@@ -68,14 +69,14 @@ class Workload:
 
     @staticmethod
     def even(rows: int, length: int, masked: float = 0.0) -> Workload:
-        """`rows` rows of equal length, with the share `masked` of their tokens predicted."""
+        """The workload of `rows` rows of `length` tokens each, a share `masked` of them masked."""
         tokens = rows * length
         return Workload(tokens, tokens * length, rows, round(tokens * masked))
 
 
 @dataclass(frozen=True)
 class Masks:
-    """How to mask some examples as BERT does. The seed and `epochs` (E,) decide which tokens."""
+    """Settings for BERT's masking. The seed and the examples' `epochs` (E,) select the tokens."""
 
     seed: int
     probability: float
@@ -88,12 +89,12 @@ def _ramp(bits: int, dtype: type) -> np.ndarray:
 
 
 def shared_arange(n: int, dtype: type) -> np.ndarray:
-    """0 to n - 1, (n,). It is a view of an array that all batches share: do not write to it."""
+    """The integers 0 to n - 1, (n,). All batches share the underlying array: do not write to it."""
     return _ramp(max(16, n.bit_length()), dtype)[:n]
 
 
 def ragged_arange(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """starts[0], starts[0] + 1, ... (lengths[0] numbers), starts[1], ...: (sum of lengths,)."""
+    """The concatenated ranges starts[i], ..., starts[i] + lengths[i] - 1, (sum of lengths,)."""
     skipped = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum())) + np.repeat(starts - skipped, lengths)
 
@@ -126,7 +127,8 @@ class Assembler:
 
     `tokenizer` is the model's. `max_tokens` is the length limit of a row, special tokens included.
     `mapping` (store vocabulary,) turns store ids into model ids (see xformer.data.mapping); None
-    leaves them as they are. Raises BadInput if `max_tokens` cannot even hold the special tokens.
+    leaves them unchanged. Raises BadInput if `max_tokens` is less than the number of special tokens
+    in a row.
     """
 
     split: Split
@@ -160,7 +162,7 @@ class Assembler:
         return 2 + (self.tokenizer.pair_separators if "tokens_b" in self.split.columns else 0)
 
     def lengths(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """How many tokens of the first and of the second text each row keeps, (N,) each."""
+        """The lengths of the first and second text of each row after truncation, (N,) each."""
         columns, budget = self.split.columns, self.max_tokens - self.extra
         a = columns["tokens"].lengths(rows)
         if "tokens_b" not in columns:
@@ -177,9 +179,9 @@ class Assembler:
     def truncation(self, limit: str, longest: int) -> str:
         """A sentence that says how many rows are longer than `max_tokens`, or "" if none is.
 
-        If more than a tenth of them are longer, it is a warning with the length that would fit.
-        `limit` is what the user calls max_tokens. `longest` is the longest row that the model
-        accepts, in tokens.
+        If more than a tenth of the rows are longer, the sentence is a warning that says what length
+        they need. `limit` names the limit and its value, such as "batch.max_tokens=128". `longest`
+        is the longest row that the model accepts, in tokens.
         """
         sizes = self._untruncated_sizes()
         cut = int((sizes > self.max_tokens).sum())
@@ -216,7 +218,7 @@ class Assembler:
     def masked_batch(
         self, examples: np.ndarray, epochs: np.ndarray, seed: int, probability: float
     ) -> Batch[np.ndarray]:
-        """The packed batch of these examples (E,), masked. `epochs` (E,) vary the masks."""
+        """The packed and masked batch of these examples (E,). The masks depend on `epochs` (E,)."""
         return self.batches(examples, [len(examples)], Masks(seed, probability, epochs))[0]
 
     def batches(
@@ -227,14 +229,14 @@ class Assembler:
     ) -> list[Batch[np.ndarray]]:
         """Packed batches of the first counts[0] examples, of the next counts[1], and so on.
 
-        With `masks` they are masked. They are built together, because a numpy call costs nearly the
-        same for a small batch as for a large one.
+        If `masks` is given, the batches are masked. All are built in one pass, because a numpy call
+        takes nearly as long for a small batch as for a large one.
         """
         together = self.split.together
         rows = rows_of(examples, together)
         a, b = self.lengths(rows)
         sizes = a + b if together == 1 else (a + b).reshape(-1, together).max(1)  # (E,)
-        # sort by batch, then by length; numpy sorts integers of 16 bits in linear time
+        # sort by batch, then by length; numpy sorts 16-bit integers in linear time
         batch_keys = np.repeat(np.arange(len(counts)) * (self.max_tokens + 1), counts)  # (E,)
         key_type = np.min_scalar_type(len(counts) * (self.max_tokens + 1))
         order = np.argsort((batch_keys + sizes).astype(key_type), kind="stable")  # (E,)
@@ -262,8 +264,8 @@ class Assembler:
         positions = np.repeat(cu_seqlens[:-1], sizes)  # (T,)
         np.subtract(shared_arange(int(bounds[-1]), np.int32), positions, out=positions)
         columns, special = self.split.columns, self.tokenizer.special
-        # Read each row as if its first text filled it, then overwrite the special tokens and the
-        # second text: this needs no index of the first texts' tokens.
+        # Fill each row with ids from the first text's column, then overwrite the special tokens and
+        # the second text. This avoids an index array for the tokens of the first texts.
         first = columns["tokens"]
         source = np.repeat(first.offsets[rows] - 1 - starts, sizes)  # (T,)
         source += shared_arange(len(source), np.int64)
@@ -313,7 +315,7 @@ class Assembler:
     def _ids(self, column: Ragged, places: np.ndarray) -> np.ndarray:
         """The model's ids of the tokens at these places of a column, int32.
 
-        A place outside the column yields an arbitrary id: the caller overwrites that token.
+        A place outside the column yields an arbitrary id, which the caller overwrites.
         """
         if not len(column.values):
             return np.zeros(len(places), np.int32)
@@ -321,10 +323,10 @@ class Assembler:
         return ids.astype(np.int32) if self.mapping is None else self.mapping[ids]
 
     def _labels(self, rows: np.ndarray, second: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Labels as the loss takes them: (N,) classes or scores, (N, 2) spans.
+        """The labels of these rows: (N,) classes or scores, or (N, 2) spans.
 
-        A span is counted from the start of its row. If there is no answer, or truncation has cut
-        it, both ends are 0, the first special token.
+        The ends of a span are positions in its row. If there is no answer, or it was truncated,
+        both ends are 0, the position of the first special token.
         """
         labels = self.split.columns["label"][rows]
         if labels.ndim == 1:
@@ -344,8 +346,8 @@ class Assembler:
 
 
 def _slice(batch: Batch[np.ndarray], begin: list[int], end: list[int]) -> Batch[np.ndarray]:
-    """The rows from `begin` up to `end` as a batch. Each is (row, its first token, its first
-    place)."""
+    """The rows from `begin` up to `end` as a batch. `begin` and `end` are each the numbers of a
+    row, of its first token and of its first place."""
     (row, token, place), (last_row, last_token, last_place) = begin, end
     ends = batch.cu_seqlens[row : last_row + 1] - np.int32(token)
     return Batch(
@@ -365,7 +367,7 @@ def _slice(batch: Batch[np.ndarray], begin: list[int], end: list[int]) -> Batch[
 def chunks(assembler: Assembler, examples: int) -> Iterator[np.ndarray]:
     """The example numbers 0 to `examples` - 1, in chunks of about CHUNK tokens.
 
-    Within every WINDOW examples they are sorted by length, so that a chunk holds similar lengths.
+    Each block of WINDOW examples is sorted by length, so that a chunk holds rows of similar length.
     """
     for start in range(0, examples, WINDOW):
         order = np.arange(start, min(start + WINDOW, examples))

@@ -1,7 +1,7 @@
 """Everything that a command prints: lines, data and progress. No other module prints.
 
 The user's names and data may hold any character. They are escaped here, so that they cannot control
-the terminal. A message never breaks a progress bar.
+the terminal. Messages appear above the progress bar and leave it intact.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ REDRAW = 0.1  # seconds between two drawings of a bar
 
 
 def one_line(text: str, most: int = 2000) -> str:
-    """The text as one escaped line. Beyond `most` characters its middle is left out."""
+    """The text as one escaped line. If it is longer than `most` characters, its middle is left
+    out."""
     if len(text) > most:
         text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
     return escaped(text)
 
 
 def escaped(text: str) -> str:
-    """The text, with every character escaped that could control a terminal or begin a new line."""
+    """The text with all non-printable characters escaped, such as control codes and line ends."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def say(*lines: str, error: bool = False) -> None:
-    """Print each argument as one escaped line, to standard output, or with `error` to standard
-    error."""
+    """Print each argument as one escaped line on standard output, or on standard error if `error`
+    is true."""
     stream = sys.stderr if error else sys.stdout
     for line in lines:
         with _above_bars(stream):
@@ -51,14 +52,14 @@ def put(text: str) -> None:
 class Progress:
     """Shows the progress of some work on standard error.
 
-    On a terminal it is a bar. In a log it is a line every EVERY seconds, so short work prints
-    nothing. Both show `done` of `total` units, the time left, and the caller's newest numbers, such
-    as the loss. Without numbers they show the speed, if it is above 1 unit a second. A bar leaves
-    out the last of these if the terminal is too narrow.
+    On a terminal it draws a bar. Otherwise it prints a line every EVERY seconds, so short work
+    prints nothing. Both show `done` of `total` units, the time left, and the caller's newest
+    numbers, such as the loss. If there are no such numbers, they show the speed, unless it is below
+    1 unit per second. On a narrow terminal the bar omits the last of these items.
 
-    `unit` is a plural such as "rows", or "B" for bytes. A `total` of 0 means that it is not known.
-    The bar disappears when the work ends, unless it is to `stay`. With `lines=False` the caller
-    writes its own lines in a log, with `state`. With `active=False` nothing is shown.
+    `unit` is a plural such as "rows", or "B" for bytes. A `total` of 0 means that the total is
+    unknown. The bar disappears when the work ends, unless `stay` is true. With `lines=False` no
+    lines are printed; the caller prints its own with `state`. With `active=False` nothing is shown.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Progress:
         self.started = self.shown = time.monotonic()
         self.bar: Any = None
         if active and sys.stderr.isatty():
-            from tqdm import tqdm  # only a terminal waits for this import
+            from tqdm import tqdm  # imported here, because only a bar needs it
 
             self.bar = tqdm(
                 desc=self._bar_text(None),
@@ -104,7 +105,7 @@ class Progress:
             _open.remove(self)
 
     def advance(self, amount: float, **numbers: float) -> None:
-        """Add `amount` finished units, and the newest numbers by name."""
+        """Report that `amount` more units are done, and the newest numbers by name."""
         self.done += amount
         self.numbers.update(numbers)
         now = time.monotonic()
@@ -116,7 +117,7 @@ class Progress:
                 say(self._line(), error=True)
 
     def left(self) -> float | None:
-        """Seconds to the end at the average speed so far, or None while that is unknown."""
+        """Seconds until the end at the average speed so far, or None while this is unknown."""
         if self.done <= self.before or not self.total:
             return None
         seconds = time.monotonic() - self.started
@@ -132,7 +133,8 @@ class Progress:
         return f"{escaped(self.what)}: {self.state()}"
 
     def _parts(self, of: str) -> list[str]:
-        """What is shown, the most important first; `of` stands between `done` and `total`."""
+        """The parts of the display, most important first. `of` is the text between `done` and
+        `total`."""
         scale, unit, digits = (1e6, "MB", 1) if self.unit == "B" else (1, self.unit, 0)
         amounts = [self.done, self.total] if self.total else [self.done]
         parts = [of.join(f"{amount / scale:,.{digits}f}" for amount in amounts) + f" {unit}"]
@@ -146,7 +148,8 @@ class Progress:
         return parts
 
     def _bar_text(self, columns: int | None) -> str:
-        """What stands before the bar: as many parts as `columns` hold beside the smallest bar."""
+        """The text before the bar, with as many parts as fit into `columns` beside a minimal
+        bar."""
         first, *others = self._parts("/")
         text = f"{escaped(self.what)} {first}"
         for part in others:
@@ -159,11 +162,11 @@ class Progress:
         self.bar.set_description_str(self._bar_text(self.bar.format_dict["ncols"]))
 
 
-_open: list[Progress] = []  # those that show a bar on the terminal now
+_open: list[Progress] = []  # the objects that show a bar at present
 
 
 def _above_bars(stream: TextIO) -> AbstractContextManager[None]:
-    """A context in which writing goes above the bars; they are drawn again afterwards."""
+    """A context in which text is printed above the bars, which are redrawn afterwards."""
     for progress in _open:
         above: AbstractContextManager[None] = progress.bar.external_write_mode(file=stream)
         return above

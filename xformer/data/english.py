@@ -1,8 +1,8 @@
 """Which pieces of a vocabulary are English-like (Zhang et al. 2021, section 4.1).
 
 A WordPiece is English-like if it matches ^(##)?[A-Za-z]+$. Byte-level BPE and unigram mark the
-beginning of a word instead of its inside: ^Ġ?[A-Za-z]+$ and ^▁?[A-Za-z]+$. A symbol is English-like
-if it consists of letters.
+pieces that begin a word, not those that continue one: ^Ġ?[A-Za-z]+$ and ^▁?[A-Za-z]+$. A symbol is
+English-like if it consists of letters.
 """
 
 from __future__ import annotations

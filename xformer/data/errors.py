@@ -1,4 +1,4 @@
-"""The errors with which a command may end; each is one clear line for the user."""
+"""The errors that end a command. The user sees the message of each as one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import sys
 
-# errors that come from the disk, a path or its permissions, not from a bug
+# error numbers that are caused by the disk, a path or its permissions, not by a bug
 OF_THE_DISK = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -33,11 +33,11 @@ DISTRIBUTION = "xformer-transfer"
 
 
 def typed(text: str) -> str:
-    """A help text or a hint, with the project's commands as this user types them.
+    """A help text or a hint, with the project's commands spelt as this user types them.
 
-    Such texts are written for a checkout: `python train.py`, `python -m xformer.convert`. A user of
-    the command `xformer` is shown `xformer train`, `xformer convert` instead. That command puts
-    "xformer NAME" into sys.argv[0].
+    The code spells commands as in a checkout: `python train.py`, `python -m xformer.convert`. A
+    user of the command `xformer` sees `xformer train` and `xformer convert` instead. That command
+    puts "xformer NAME" into sys.argv[0].
     """
     if sys.argv[0].startswith("xformer "):
         for checkout, command in SPELLINGS:
@@ -46,7 +46,8 @@ def typed(text: str) -> str:
 
 
 class BadInput(Exception):
-    """The user's input is wrong: the message names it and what would be right. Exit status 2."""
+    """The user's input is wrong; the message says what is wrong and how to correct it. Exit
+    status 2."""
 
     status = 2
 
@@ -66,7 +67,7 @@ class Interrupted(Exception):
 
 
 def lacks(what: str, package: str, extra: str) -> BadInput:
-    """The error for `what`, which cannot be done without an optional package."""
+    """The error for a feature, `what`, whose optional package is not installed."""
     return BadInput(
         f"{what} needs the package {package}, which is in {DISTRIBUTION}[{extra}]: "
         f"pip install {package}"
@@ -74,7 +75,8 @@ def lacks(what: str, package: str, extra: str) -> BadInput:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, for a message: the system's words and the file, without an error number."""
+    """An error's text for a message: for a system error, its description and file, without its
+    number."""
     if not isinstance(error, OSError) or not error.errno:
         return str(error)
     where = f": {error.filename}" if error.filename else ""

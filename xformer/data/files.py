@@ -1,4 +1,4 @@
-"""Writes files and directories so that they are whole or absent, and checks what was written."""
+"""Writes files and directories atomically, and checks them against their checksums."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import numpy as np
 from xformer.data.display import say
 from xformer.data.errors import OF_THE_DISK, BadInput, Failure, typed
 
-BLOCK = 64 * 2**20  # bytes under one checksum
-PIECE = 8 * 2**20  # bytes of a block in memory at once
-PACKAGE = Path(__file__).parents[1]  # its folder micro/ holds the encoders that come with it
+BLOCK = 64 * 2**20  # bytes that one checksum covers
+PIECE = 8 * 2**20  # bytes that are read at a time
+PACKAGE = Path(__file__).parents[1]  # contains micro/, the encoders that come with the package
 # `atomic_directory` renames an old directory to .NAME.PID.old.partial before a new one takes its
 # place, and to .NAME.PID.deleted.partial before it deletes it.
 ASIDE, DELETED = ".old.partial", ".deleted.partial"
@@ -30,7 +30,7 @@ RUN_MANIFEST = "run_manifest.json"  # the checksums of a finished run's results
 
 
 def installed(path: str | Path) -> Path:
-    """The path itself, or for micro/NAME, if that does not exist, the checkpoint of this name that
+    """The path itself. If it is micro/NAME and does not exist, the path of the checkpoint NAME that
     comes with the package."""
     path = Path(path)
     if path.parent == Path("micro") and not path.exists():
@@ -55,11 +55,11 @@ def read_json(path: Path) -> Any:
 
 
 def read_own_json(path: Path) -> Any:
-    """The content of a file of `write_json`. Raises BadInput also if only its last line end is
-    missing."""
+    """The content of a JSON file that `write_json` wrote. Raises BadInput also if the file does not
+    end with a line end, because it was then cut off."""
     content = read_json(path)
     if not path.read_bytes().endswith(b"\n"):
-        raise BadInput(f"{path} is damaged, it is cut off: restore it from a copy")
+        raise BadInput(f"{path} is damaged: its end is missing; restore it from a copy")
     return content
 
 
@@ -79,8 +79,8 @@ def read_run_json(path: Path) -> Any:
 
 def check_run_file(run: Path, name: str, path: Path, remedy: str) -> None:
     """Raise BadInput, with the `remedy`, if the file at `path` differs from the checksum that `run`
-    recorded for `name` when it finished. Unfinished runs and runs of early versions recorded none.
-    """
+    recorded for `name` when it finished. Unfinished runs and those of early versions have no
+    checksums, and are not checked."""
     manifest = run / RUN_MANIFEST
     if not manifest.exists():
         return
@@ -99,17 +99,20 @@ def json_text(value: Any) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file. A reader sees the old file or the new one, never a part."""
+    """Write a JSON file atomically: a reader sees the whole old file or the whole new one."""
     write_text(path, json_text(value))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file. A reader sees the old file or the new one, never a part."""
+    """Write a text file atomically, like `write_json`."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file. A reader sees the old file or the new one, never a part."""
+    """Write a file of bytes atomically, like `write_json`. Pipes and devices are written directly.
+
+    Raises BadInput if `path` cannot be written, and OSError for an error of the disk.
+    """
     if path.exists() and not path.is_file():  # a pipe or a device, such as /dev/stdout
         path.write_bytes(content)
         return
@@ -132,12 +135,12 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def load_array(path: Path, mapped: bool = True) -> np.ndarray:
-    """The array of a .npy file, by default memory-mapped. Raises BadInput if it is another file."""
+    """The array of a .npy file, by default memory-mapped. Raises BadInput for any other file."""
     try:
         array = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except OSError:
         raise
-    except Exception as error:  # numpy reports a damaged header by many types: EOFError, TokenError
+    except Exception as error:  # numpy raises EOFError, TokenError and others for a damaged header
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise BadInput(f"{path} is not a .npy file: {reason}") from None
     if not isinstance(array, np.ndarray):
@@ -157,7 +160,8 @@ def sync(path: Path) -> None:
 def make_directory(path: Path, key: str = "") -> None:
     """Make a directory and its parents.
 
-    Raises BadInput if that is impossible, as in /proc. `key` precedes the path in the message.
+    Raises BadInput if the directory cannot be made, as in /proc. `key` precedes the path in the
+    message.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -169,8 +173,8 @@ def make_directory(path: Path, key: str = "") -> None:
 
 
 def is_safe_filename(name: str) -> bool:
-    """Whether a file may have this name: it contains no directory, is not hidden, has at most 200
-    bytes, and no character that controls a terminal."""
+    """Whether a file may have this name: it names no directory, is not hidden, is at most 200 bytes
+    long, and contains only printable characters."""
     return (
         not name.startswith(".")
         and "/" not in name
@@ -181,7 +185,7 @@ def is_safe_filename(name: str) -> bool:
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Raise BadInput if an output exists and may not be replaced, or if its parent is a file."""
+    """Raise BadInput if an output exists and `overwrite` is false, or if its parent is a file."""
     put_back(path)
     if path.exists() and not overwrite:
         raise BadInput(f"{path} exists; give another output, or --overwrite to replace it")
@@ -194,15 +198,15 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
 
 @contextmanager
 def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Write a directory that appears whole or not at all.
+    """Write a directory that appears only when it is complete.
 
     Yields an empty temporary sibling of `path`, and on success syncs it and renames it to `path`.
-    With `overwrite` an old directory stays untouched until the new one is whole and on the disk. On
-    any error the sibling is removed and `path` is unchanged. Leftovers of killed processes are
-    removed first. For a kill during the replacement see `put_back`. Raises BadInput as
-    `refuse_existing` does, and Failure if the disk is full.
+    With `overwrite` an old directory is not changed until the new one is complete and on the disk.
+    On any error the sibling is removed and `path` is not changed. Leftovers of killed processes are
+    removed first. If a process is killed during the replacement, `put_back` undoes it later. Raises
+    BadInput as `refuse_existing` does, and Failure if the disk is full.
     """
-    if path.is_symlink():  # keep the link; it leads to the new directory
+    if path.is_symlink():  # keep the link, and replace the directory that it points to
         path = Path(os.path.realpath(path))
     refuse_existing(path, overwrite)
     make_directory(path.absolute().parent)
@@ -221,7 +225,7 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) and error.errno and error.filename is None:
             error.filename = str(path)
-        # safetensors and tokenizers report a full disk by their own exceptions
+        # safetensors and tokenizers report a full disk with their own exceptions
         if not isinstance(error, OSError) and "os error" in str(error):
             raise Failure(f"{path} could not be written: {error}") from None
         raise
@@ -238,24 +242,26 @@ def _replace(new: Path, path: Path, overwrite: bool) -> None:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-            refuse_existing(path, overwrite)  # another process may have been faster
+            refuse_existing(path, overwrite)  # another process may have written it meanwhile
             shutil.rmtree(aside, ignore_errors=True)
             with suppress(FileNotFoundError):  # another process is replacing it too
                 path.rename(aside)
     except BaseException:
-        with suppress(OSError):  # nothing was moved aside, or the disk fails: see `put_back`
+        # This fails if nothing was moved aside, or if the disk is broken: see `put_back`.
+        with suppress(OSError):
             aside.rename(path)
         raise
     sync(path.absolute().parent)
     if aside.exists():
-        # A half-deleted directory must not be put back, so it first gets another ending.
+        # `put_back` must not restore a half-deleted directory, so rename it before deleting it.
         deleted = path.parent / f".{path.name}.{os.getpid()}{DELETED}"
         shutil.rmtree(deleted, ignore_errors=True)
         shutil.rmtree(aside.rename(deleted))
 
 
 def half_replaced(path: Path) -> bool:
-    """Whether nothing is at `path` and the directory that was there has been moved aside."""
+    """Whether a replacement of `path` is half done: the old directory has been moved aside, and
+    nothing is at `path`."""
     return not path.exists() and _moved_aside(path) is not None
 
 
@@ -283,11 +289,12 @@ def _moved_aside(path: Path) -> Path | None:
 def put_back(path: Path) -> None:
     """Undo a replacement that a killed process left half done.
 
-    `atomic_directory` replaces a directory by two renames: it moves the old one aside, and the new
-    one into its place. Between them nothing is at `path`. Every function that opens or writes such
-    a directory therefore calls this first. It waits for a replacement that is going on. After
-    PATIENCE the process must be dead: the old directory is renamed back, and a line reports it.
-    Raises BadInput that names the old directory if it cannot be renamed.
+    `atomic_directory` replaces a directory with two renames: the first moves the old directory
+    aside, the second moves the new one to `path`. In between, nothing is at `path`. Every function
+    that opens or writes such a directory therefore calls this first. It waits for a replacement in
+    progress. If that takes longer than PATIENCE, it assumes that the process is dead, renames the
+    old directory back and prints a line that says so. Raises BadInput that names the old directory
+    if it cannot be renamed.
     """
     end = time.monotonic() + PATIENCE
     while half_replaced(path):
@@ -309,7 +316,7 @@ def put_back(path: Path) -> None:
             ) from None
         say(
             f"{path}: a process was killed while it replaced this directory; the old one, "
-            f"{aside.name}, is put back",
+            f"{aside.name}, has been put back",
             error=True,
         )
 
@@ -325,7 +332,8 @@ def _alive(process: int) -> bool:
 
 
 def block_checksums(path: Path) -> Iterator[str]:
-    """The SHA-256 of every 64 MiB block of a file, in order. A block is read when it is needed."""
+    """The SHA-256 of every 64 MiB block of a file, in order. Each block is read when its checksum
+    is asked for."""
     piece = memoryview(bytearray(PIECE))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(piece[:BLOCK]):

@@ -1,4 +1,5 @@
-"""Randomness without state: every random choice about data is a hash of what it is about."""
+"""Randomness without state: every random choice about data is a hash of the numbers that identify
+it, such as a seed, an epoch and a row."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from xformer.data.store import Ragged, Split, Store, open_store
 
 
 class Parts:
-    """Arrays of one dtype end to end, without a copy: they serve as the values of a Ragged."""
+    """Arrays of one dtype that are read as one, without a copy: the values of a joined Ragged."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
         self.arrays, self.dtype = arrays, arrays[0].dtype
@@ -56,7 +56,7 @@ class Parts:
 
 
 class Joined(Store):
-    """Stores of one kind read as one. `path` is that of the first store, `name` names all."""
+    """Stores of one kind, read as one. `path` is that of the first store; `name` lists them all."""
 
     def __init__(self, stores: Sequence[Store]):
         first, self.stores = stores[0], stores
@@ -64,7 +64,7 @@ class Joined(Store):
         self.kind, self.labels, self.metric = first.kind, first.labels, first.metric
         self.choices = first.choices
         self.fingerprint, self.vocab_size = first.fingerprint, first.vocab_size
-        self.meta = {"origin": first.meta["origin"]}  # raw rows are read as those of the first
+        self.meta = {"origin": first.meta["origin"]}  # raw input is parsed as for the first store
         self.key = sha256("\n".join(store.key for store in stores).encode()).hexdigest()
         names = dict.fromkeys(name for store in stores for name in store.splits)
         self._splits = {

@@ -7,10 +7,10 @@
     symbols:SEED    each non-text symbol to a random subword (Kao & Lee 2021, section 2.2)
     unused:SEED     the ablation of `symbols` that uses only the vocabulary's unused entries
 
-Special tokens keep their meaning. (`shift` moves every id of the store, but the special tokens
-around a row are added after it.) `random` and `symbols` never choose an unused entry such as
-[unused7]: its vector was never trained, and a model then does no better than one from scratch (Kao
-& Lee 2021).
+Special tokens keep their meaning. (`shift` changes every id of the store, but the special tokens
+around a row are added after the mapping.) `random` and `symbols` never choose an unused entry such
+as [unused7]: its embedding was never trained, and with such embeddings a pre-trained model does no
+better than one from scratch (Kao & Lee 2021).
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ FORMS = ("none", "ids", "shift:K", "random:SEED", "symbols:SEED", "unused:SEED")
 
 
 def parse(spec: str) -> tuple[str, int]:
-    """A mapping's name and number: ("shift", 1000) for "shift:1000". Raises BadInput if the text
-    has none of the FORMS."""
+    """The name and number of a mapping: ("shift", 1000) for "shift:1000". Raises BadInput unless
+    `spec` has one of the FORMS."""
     match = re.fullmatch(r"(none|ids)|(shift|random|symbols|unused):(\d+)", spec)
     if match is None:
-        raise BadInput(f"mapping={spec!r} is none of {', '.join(FORMS)} (K, SEED: whole numbers)")
+        raise BadInput(
+            f"mapping={spec!r} must be one of {', '.join(FORMS)} (K and SEED are whole numbers)"
+        )
     return match[1] or match[2], int(match[3] or 0)
 
 
@@ -42,8 +44,8 @@ def build_mapping(
     """The model ids of all store ids, (store vocabulary,) int64, or None if no id changes.
 
     `embeddings` is the size of the model's word table, which may exceed its tokenizer's vocabulary
-    (0: they are equal). Raises BadInput if the store was made with another tokenizer and `spec`
-    does not say what its ids mean, or if they do not fit the model's vocabulary.
+    (0: they are equal). Raises BadInput if the store was made with another tokenizer and `spec` is
+    not a mapping for such stores, or if the ids do not fit the model's vocabulary.
     """
     name, number = parse(spec)
     same = store.fingerprint == model.fingerprint
@@ -59,14 +61,14 @@ def build_mapping(
 
 
 def check_foreign_store(spec: str, store: object) -> None:
-    """Raise BadInput if a mapping cannot be used with a store, named `store`, whose tokenizer is
-    not the checkpoint's."""
+    """Raise BadInput if a mapping cannot be used with a store whose tokenizer is not the
+    checkpoint's. `store` is the store's name."""
     name, _ = parse(spec)
     if name == "none":
         raise BadInput(
             f"{store} was made with a different tokenizer from the checkpoint's; make it again "
-            f"with --tokenizer CHECKPOINT, or say what its ids mean with mapping=: "
-            f"{', '.join(FORMS[1:])}"
+            f"with --tokenizer CHECKPOINT, or say how its ids become the model's with mapping=: "
+            "ids, symbols:SEED, unused:SEED"
         )
     if name in ("shift", "random"):
         raise BadInput(
@@ -91,7 +93,7 @@ def _check_ids(store: Store, embeddings: int) -> None:
                 if largest >= embeddings:
                     raise BadInput(
                         f"mapping=ids: the id {largest} in {store.name}/{name}/{column}.npy does "
-                        f"not fit the model's {embeddings} embeddings"
+                        f"not fit the model's {embeddings} embeddings; give another mapping="
                     )
 
 

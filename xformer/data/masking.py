@@ -9,7 +9,7 @@ import numpy as np
 
 from xformer.data.hashing import GOLDEN, key, mix
 
-MASK = 3  # what a key is for
+MASK = 3  # distinguishes these keys from those of xformer.data.sampler
 
 
 def mask(
@@ -27,10 +27,10 @@ def mask(
     tokens: (T,) int32. positions: (T,) int32, from 0 in each row. row_keys: (N,) uint64, from
     `row_keys`. lengths: (N,) of the rows. special: (V,) bool, tokens that are never chosen.
     ordinary: (K,) ids from which random replacements are drawn. Of the chosen tokens 80 % become
-    the mask, 10 % a random token, and 10 % stay. Returns the places and the true ids of the chosen
-    tokens, (M,) int64 each.
+    the mask, 10 % become a random token, and 10 % stay unchanged. Returns the places and the true
+    ids of the chosen tokens, (M,) int64 each.
     """
-    # One draw decides whether a token is chosen, what replaces it, and by which random token.
+    # One draw decides whether a token is chosen, whether it is replaced, and with which token.
     draws = _draws(positions, row_keys, lengths)  # (T,)
     below = [round(share * probability * (2**32 - 1)) for share in (1, 0.9, 0.8)]
     chosen, replaced, masked = (np.uint32(limit) for limit in below)
@@ -51,7 +51,7 @@ def _draws(positions: np.ndarray, row_keys: np.ndarray, lengths: np.ndarray) -> 
 
     The hash is MurmurHash3's finaliser (Appleby 2011), with the second half of the key in the
     middle, and without the last step, which changes only the lower bits. It has 32 bits because
-    processors have vector instructions for products of 32 bits.
+    processors have vector instructions for 32-bit products.
     """
     low, high = row_keys.astype(np.uint32), (row_keys >> 32).astype(np.uint32)
     x = np.repeat(low, lengths)
@@ -66,6 +66,7 @@ def _draws(positions: np.ndarray, row_keys: np.ndarray, lengths: np.ndarray) -> 
 
 
 def row_keys(seed: int, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """One key for each row, (N,) uint64, from the seed, its epoch and its number in the split."""
+    """A key for each row, (N,) uint64, from the seed, the row's epoch and its number in the
+    split."""
     base = key(seed, MASK)
     return mix(mix(epochs.astype(np.uint64) * GOLDEN ^ base) + rows.astype(np.uint64) * GOLDEN)

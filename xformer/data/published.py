@@ -8,13 +8,13 @@
 
 `tokenizer_config.json` may say how text is normalised: do_lower_case, strip_accents,
 tokenize_chinese_chars (BERT), keep_accents (ALBERT), add_prefix_space (RoBERTa). If it does not,
-tokenizer.json decides, and then the default of BERT or ALBERT. Words that were added to a
-vocabulary of WordPiece or BPE are listed in tokenizer.json, tokenizer_config.json or
-added_tokens.json. The ids are those of `transformers` for the same files, except that a text that
-spells a special token does not get its id.
+tokenizer.json decides. If that does not either, the default of BERT or ALBERT applies. Words that
+were added to a vocabulary of WordPiece or BPE are listed in tokenizer.json, tokenizer_config.json
+or added_tokens.json. The ids are those of `transformers` for the same files, with one exception: a
+text that contains the spelling of a special token does not get its id.
 
-An export repeats what else the files said: how special tokens treat the space beside them, further
-special tokens, and the options in KEPT.
+An export repeats the other settings of the files: how special tokens treat the space beside them,
+further special tokens, and the options in KEPT.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from xformer.data.tokenizers import (
     Tokenizer,
 )
 
-# if a directory has several of them, the first is read
+# if a directory has several of these files, the first is read
 FORMS = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
-# classes of `transformers` whose rules are implemented; others split text in other ways, such as
-# MeCab for Japanese
+# the classes of `transformers` whose rules are implemented; others split text differently, such as
+# those that use MeCab for Japanese
 CLASSES = re.compile(
     r"(Bert|DistilBert|Electra|MobileBert|SqueezeBert|Roberta|GPT2|Albert|XLMRoberta)"
     r"Tokenizer(Fast)?"
@@ -59,7 +59,7 @@ OPTIONS = (
 )
 # the options of tokenizer_config.json that change no id and are exported unchanged
 KEPT = ("model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces")
-FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # options of an added token
 ALBERT_STEPS = re.compile(
     r"Replace Replace( NFKD StripAccents)?( Lowercase)?( Precompiled)?( Replace)?"
 )
@@ -80,12 +80,12 @@ BPE = {
 }
 UNIGRAM = {"unk_id": 1, "byte_fallback": False}
 XLM = {"unk_id": 3, "byte_fallback": False}
-SPACE = r"[\s\x1c-\x1f]+"  # white space as Python defines it, between symbols
+SPACE = r"[\s\x1c-\x1f]+"  # white space as Python defines it
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A file to import, which of FORMS it is, and the beginning of its companions' paths."""
+    """A file to import, its form (one of FORMS), and the prefix of its companion files' paths."""
 
     file: Path
     form: str
@@ -98,7 +98,7 @@ class _Source:
 
     @cached_property
     def fast(self) -> Any:
-        """The content of tokenizer.json, which may be the file itself, or None without one."""
+        """The content of tokenizer.json, or None if there is none. It may be the imported file."""
         own = self.form == "tokenizer.json"
         file = self.file if own else self.beside("tokenizer.json")
         return read_json(file) if file.is_file() else None
@@ -109,7 +109,7 @@ class _Source:
         file = self.beside("tokenizer_config.json")
         options = read_json(file) if file.is_file() else {}
         if not isinstance(options, dict):
-            raise BadInput(f"{file} is not a table of options")
+            raise BadInput(f"{file} must contain a JSON object of options")
         name = options.get("tokenizer_class")
         if name is not None and not CLASSES.fullmatch(str(name)):
             raise BadInput(
@@ -118,7 +118,7 @@ class _Source:
             )
         for option in OPTIONS:
             if not isinstance(options.get(option), bool | None):
-                raise BadInput(f"{file}: {option} is {options[option]!r}, neither true nor false")
+                raise BadInput(f"{file}: {option} is {options[option]!r}; it must be true or false")
         return {**_normalisation(self.fast), **options}
 
     @cached_property
@@ -155,21 +155,21 @@ class _Source:
         option = self.options.get("do_lower_case")
         if option and self.cased:
             raise BadInput(
-                f"{self.file}: do_lower_case is true in the files beside it; leave out --cased"
+                f"{self.file}: do_lower_case is true in the files next to it; leave out --cased"
             )
         return not self.cased if option is None else option
 
 
 def import_tokenizer(path: str | Path, cased: bool = False) -> Tokenizer:
-    """The tokenizer in a directory or in a file of one of the FORMS.
+    """The tokenizer in a directory, or in a file in one of the FORMS.
 
     Files may share a prefix, as `gpt2.vocab.json` and `gpt2.merges.txt` do. `cased` keeps upper
-    case if the files do not say what to do. A GPT-2 vocabulary has none of RoBERTa's special tokens
-    and gets them at its end: <s>, <pad>, </s>, <unk>, <mask>.
+    case, unless the files say otherwise. A GPT-2 vocabulary lacks RoBERTa's special tokens, so they
+    are added at its end: <s>, <pad>, </s>, <unk>, <mask>.
 
     Raises BadInput if a file is missing or is not a vocabulary, if special tokens are missing, if a
-    piece occurs twice, if ids have gaps, if merges do not fit the vocabulary, or if the rules are
-    not those of BERT, RoBERTa, ALBERT or XLM-RoBERTa.
+    piece occurs twice, if an id is missing, if merges do not fit the vocabulary, or if the rules
+    are not those of BERT, RoBERTa, ALBERT or XLM-RoBERTa.
     """
     source = _source(Path(path), cased)
     readers = {
@@ -198,7 +198,7 @@ def _source(path: Path, cased: bool) -> _Source:
             if (path / form).is_file():
                 return _Source(path / form, form, f"{path}/", cased)
         raise BadInput(
-            f"{path} has neither tokenizer.json nor vocab.txt, vocab.json with merges.txt, or "
+            f"{path} has none of tokenizer.json, vocab.txt, vocab.json with merges.txt, and "
             "spiece.model; give a directory that has one of them"
         )
     if not path.exists():
@@ -210,7 +210,7 @@ def _source(path: Path, cased: bool) -> _Source:
         if path.name.endswith(form):
             return _Source(path, form, str(path).removesuffix(form), cased)
     for form in ("tokenizer.json", "vocab.txt", "spiece.model"):
-        if path.suffix == Path(form).suffix:  # under another name, so without companions
+        if path.suffix == Path(form).suffix:  # a file of another name has no companions
             return _Source(path, form, f"{path}.", cased)
     raise BadInput(
         f"{path} is not a vocabulary: give a .txt, a .json or a .model, or its directory"
@@ -221,7 +221,7 @@ def _source(path: Path, cased: bool) -> _Source:
 
 
 def _vocab_txt(source: _Source) -> Tokenizer:
-    # not splitlines(): a piece may be U+2028 and the like
+    # not splitlines(), because a piece may be U+2028 or another line separator
     pieces = _text(source.file).removesuffix("\n").split("\n")
     seen: dict[str, int] = {}
     for number, piece in enumerate(pieces, 1):
@@ -237,14 +237,16 @@ def _vocab_json(source: _Source) -> Tokenizer:
     file = source.beside("merges.txt")
     vocabulary = _vocabulary(source.file, read_json(source.file))
     if not file.is_file():
-        raise BadInput(f"{file} does not exist: {source.file.name} needs its merges beside it")
+        raise BadInput(f"{file} does not exist: {source.file.name} needs its merges next to it")
     merges = []
     for number, line in enumerate(_text(file).removesuffix("\n").split("\n"), 1):
         if number == 1 and line.startswith("#version"):
             continue
         merge = line.split(" ")
         if len(merge) != 2:
-            raise BadInput(f"{file}:{number}: {line!r} is not a merge, two pieces and a space")
+            raise BadInput(
+                f"{file}:{number}: {line!r} is not a merge: give two pieces with a space between"
+            )
         merges.append((f"{file}:{number}", (merge[0], merge[1])))
     return _byte_bpe(source, vocabulary, merges)
 
@@ -261,7 +263,7 @@ def _spiece_model(source: _Source) -> Tokenizer:
     if not model.pieces or model.trainer_spec.model_type != model.trainer_spec.UNIGRAM:
         raise BadInput(f"{source.file} is not a SentencePiece model of the kind unigram")
     charsmap = model.normalizer_spec.precompiled_charsmap
-    if source.form == "sentencepiece.bpe.model":  # <unk>, <s> and </s> lead there
+    if source.form == "sentencepiece.bpe.model":  # its first pieces are <unk>, <s> and </s>
         first, last = list(ROBERTA_SPECIAL.values())[:4], ROBERTA_SPECIAL["mask"]
         pieces = [(piece.piece, piece.score) for piece in model.pieces[3:]]
         with _naming(source.file):
@@ -304,8 +306,8 @@ def _tokenizer_json(source: _Source) -> Tokenizer:
                 return _albert(source, scores, charsmap, special, symbols)
             if symbols:
                 raise BadInput(
-                    f"{source.file}: {symbols[0]!r} was added to the vocabulary; XLM-RoBERTa can "
-                    "have only special tokens added; remove it"
+                    f"{source.file}: {symbols[0]!r} was added to the vocabulary, but only special "
+                    "tokens can be added to XLM-RoBERTa's; remove it"
                 )
             with _naming(source.file):
                 return vocabularies.xlm_roberta(scores, charsmap)
@@ -319,8 +321,8 @@ def _tokenizer_json(source: _Source) -> Tokenizer:
 
 
 def _own(source: _Source, fast: dict[str, Any]) -> Tokenizer | None:
-    """A tokenizer of this project's own kinds, symbols and plain unigram, if `export_tokenizer`
-    wrote the files; otherwise None."""
+    """The tokenizer, if `export_tokenizer` wrote the files from a kind that only this project has
+    (symbols or plain unigram); otherwise None."""
     steps = [step["type"] for step in _steps(fast["pre_tokenizer"])]
     if fast["model"]["type"] == "WordLevel" and steps in (["Split"], ["Split", "Split"]):
         vocabulary = _vocabulary(source.file, fast["model"]["vocab"])
@@ -334,7 +336,8 @@ def _own(source: _Source, fast: dict[str, Any]) -> Tokenizer | None:
 
 
 def _kind(fast: dict[str, Any]) -> str | None:
-    """Which of the four kinds a tokenizer.json has, or None if one of its steps differs."""
+    """The kind of a tokenizer.json (wordpiece, bpe, unigram or xlm), or None if it has steps or
+    options of another kind."""
     model, normal = fast["model"], _steps(fast["normalizer"])
     before = [step["type"] for step in _steps(fast["pre_tokenizer"])]
     steps = " ".join(step["type"] for step in normal)
@@ -393,8 +396,8 @@ def _normalisation(fast: Any) -> dict[str, Any]:
 
 
 def _added_words(source: _Source, vocabulary: dict[str, int]) -> list[Any]:
-    """The words that were added to a vocabulary. Special tokens after its end are put into it.
-    Raises BadInput unless the ids continue at its end."""
+    """The words that were added to a vocabulary. Special tokens that follow its last id are put
+    into it. Raises BadInput unless the ids of the words follow the vocabulary's last id."""
     from tokenizers import AddedToken
 
     for piece, token in source.added.items():
@@ -425,7 +428,7 @@ def _wordpiece(source: _Source, vocabulary: dict[str, int]) -> Tokenizer:
 def _byte_bpe(
     source: _Source, vocabulary: dict[str, int], merges: list[tuple[str, tuple[str, str]]]
 ) -> Tokenizer:
-    """RoBERTa's tokenizer; each of `merges` comes with its place in a file."""
+    """RoBERTa's tokenizer. `merges` holds the place of each merge in a file, and its two pieces."""
     for place, (first, second) in merges:
         for piece in (first, second, first + second):
             if piece not in vocabulary:
@@ -462,7 +465,7 @@ def _albert(
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """A context that puts the name of a file before the message of a BadInput."""
+    """A context that puts a file's name before the message of every BadInput."""
     try:
         yield
     except BadInput as error:
@@ -479,14 +482,14 @@ def _text(file: Path) -> str:
 
 
 def _vocabulary(file: Path, value: Any) -> dict[str, int]:
-    """The value as a vocabulary (piece -> id). Raises BadInput unless it is one, with the ids 0, 1,
-    ... without gaps."""
+    """The value as a vocabulary (piece -> id). Raises BadInput if it is not a vocabulary, or if its
+    ids are not 0, 1, 2, ..., each once."""
     if not isinstance(value, dict) or any(type(i) is not int for i in value.values()):
-        raise BadInput(f"{file} is not a vocabulary, a table of pieces and their ids")
+        raise BadInput(f"{file} is not a vocabulary: give a JSON object that maps pieces to ids")
     for place, (i, piece) in enumerate(sorted((i, piece) for piece, i in value.items())):
         if i != place:
-            wrong = f"{piece!r} has the id of another piece" if i < place else f"no {place}"
-            raise BadInput(f"{file}: the ids are not 0 to {len(value) - 1} without gaps: {wrong}")
+            wrong = f"{piece!r} has the id of another" if i < place else f"none has the id {place}"
+            raise BadInput(f"{file}: the pieces must have the ids 0 to {len(value) - 1}: {wrong}")
     return value
 
 
@@ -498,10 +501,11 @@ def export_tokenizer(
 ) -> None:
     """Write a tokenizer to a directory, for `transformers` and `import_tokenizer` to read.
 
-    AutoTokenizer gives the same ids from them, with special tokens around a text and a pair.
-    `longest` is the length limit of a row, special tokens included, if the publisher gave none.
-    `segments` says whether the model has different segments for the texts of a pair. In
-    `transformers` a text that spells a special token gets its id.
+    The AutoTokenizer of `transformers` reads the files and gives the same ids, with special tokens
+    around a text or a pair. There, a text that contains the spelling of a special token gets its
+    id. `longest` is the length limit of a row, special tokens included; a limit that the publisher
+    gave takes precedence. `segments` says whether the model has different segments for the texts of
+    a pair.
     """
     from tokenizers import processors
 
@@ -550,8 +554,8 @@ def export_tokenizer(
 
 
 def _flags(tokenizer: Tokenizer) -> dict[str, dict[str, bool]]:
-    """Each special token with its flags, as published, or else as in its family: in RoBERTa and
-    ALBERT a mask includes the space before it."""
+    """Each special token with its flags. Those that were not published are the defaults of the
+    family: in RoBERTa and ALBERT a mask includes the space before it."""
     special = tokenizer.meta["special"]
     plain = dict.fromkeys(FLAGS, False)
     own = {
@@ -568,11 +572,11 @@ def _special_token(piece: str, flags: dict[str, bool]) -> Any:
 
 
 def _transformers_class(tokenizer: Tokenizer, segments: bool) -> str:
-    """The class of `transformers` with the tokenizer's rules, or the general class, which takes all
-    rules from tokenizer.json."""
+    """The name of the class of `transformers` that has the tokenizer's rules. If there is none, it
+    is the general class, which reads all rules from tokenizer.json."""
     if tokenizer.kind == "wordpiece":
         return "BertTokenizer"
-    if tokenizer.kind == "bpe" and not segments:  # RoBERTa's gives all tokens the segment 0
+    if tokenizer.kind == "bpe" and not segments:  # RoBERTa's class gives every token the segment 0
         return "RobertaTokenizer"
     if tokenizer.meta.get("normalisation") == XLM_ROBERTA:
         return "XLMRobertaTokenizer" if not segments else "PreTrainedTokenizerFast"
@@ -588,7 +592,8 @@ def _normalisation_options(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _fast_form(tokenizer: Tokenizer) -> Any:
-    """The tokenizer as one of Hugging Face's `tokenizers`, still without special tokens."""
+    """The tokenizer as an object of Hugging Face's `tokenizers`, before special tokens are
+    added."""
     from tokenizers import Regex, models, pre_tokenizers
     from tokenizers import Tokenizer as Fast
 
@@ -598,7 +603,7 @@ def _fast_form(tokenizer: Tokenizer) -> Any:
         rules = tokenizer.rules
         if tokenizer.kind != "unigram":
             return Fast.from_str(json.dumps(rules))
-        pieces = rules["model"]["vocab"]  # HIDDEN precedes those that no text may get
+        pieces = rules["model"]["vocab"]  # see HIDDEN
         hidden = [piece.removeprefix(HIDDEN) for piece, _ in pieces if piece.startswith(HIDDEN)]
         rules["model"]["vocab"] = [[piece.removeprefix(HIDDEN), score] for piece, score in pieces]
         fast = Fast.from_str(json.dumps(rules))
@@ -615,7 +620,7 @@ def _fast_form(tokenizer: Tokenizer) -> Any:
 
 
 def _fast_unigram(proto: bytes) -> Any:
-    """A unigram of SentencePiece, normalised by the same steps as in `transformers`."""
+    """A SentencePiece unigram, with the same normalisation steps as in `transformers`."""
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Fast

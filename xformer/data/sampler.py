@@ -1,7 +1,7 @@
 """The order of samples: sample k of a run is a pure function of (seed, k).
 
-Every epoch is a keyed permutation of the examples. So a run that continues need not replay the
-earlier samples, and no array of the store's size is made.
+Every epoch is a keyed permutation of the examples. A resumed run therefore need not replay the
+earlier samples, and the order needs no array as long as the store.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import numpy as np
 from xformer.data.hashing import key, keys
 
 ROUNDS = 4
-FRACTION, EPOCH = 1, 2  # purposes of a key
-AHEAD = 2**16  # most samples looked up at once; at first fewer, because the disk may be cold
+FRACTION, EPOCH = 1, 2  # distinguish keys for different purposes; see also xformer.data.masking
+AHEAD = 2**16  # most samples looked up at once; fewer at first, because the store may be uncached
 
 
 def permute(positions: np.ndarray, n: int, permutation_key: np.uint64) -> np.ndarray:
     """The images of `positions` under a keyed permutation of range(n), in O(1) each.
 
-    It is a Feistel network over the smallest power of two that is at least n. An image of n or more
-    goes through the network again until it is below n (cycle walking), on average at most twice.
+    The permutation is a Feistel network over the smallest power of two that is at least n. If an
+    image is n or more, the network is applied to it again until it is below n (cycle walking). On
+    average that takes at most two applications.
     """
     bits = max(2, int(n - 1).bit_length())
     rounds = ROUNDS if bits > 7 else 4 * ROUNDS  # halves of few bits mix slowly
@@ -61,7 +62,7 @@ class Samples:
         return max(1, round(self.rows * self.fraction))
 
     def at(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The examples and the epochs, int64, of the samples with these numbers, from 0."""
+        """The example numbers and epochs, int64, of samples given by number, counted from 0."""
         epochs, positions = np.divmod(samples, self.per_epoch)
         rows = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -74,10 +75,11 @@ class Samples:
 
 
 class Stream:
-    """The samples of a run in order: `rows` in a step, or with `tokens` as many as fit into these.
+    """The samples of a run in order. A step has `rows` samples or, if `tokens` is given, as many
+    samples as fit into that many tokens.
 
     `sizes` returns the lengths of examples by number, special tokens included. Many samples are
-    looked up at once, because a look-up of one costs as much as that of a thousand.
+    looked up at once, because looking up one takes as long as looking up a thousand.
     """
 
     def __init__(

@@ -1,9 +1,11 @@
-"""The store: a directory of memory-mapped columns with one row for each example and bare ids.
+"""The store: a directory of memory-mapped columns with token ids and labels.
+
+The ids do not include special tokens, which are added when a batch is built.
 
     STORE/store.json              columns, splits, labels, checksums and the origin of the data
     STORE/sums.json               the checksums of store.json and the tokenizer's files
     STORE/tokenizer_meta.json ... the tokenizer that made the ids
-    STORE/train/tokens.npy        the ids of all rows end to end (uint16 if the vocabulary allows)
+    STORE/train/tokens.npy        the ids of all rows, concatenated (uint16 or uint32)
     STORE/train/tokens.offsets.npy  row i is tokens[offsets[i]:offsets[i + 1]]
     STORE/train/label.npy         a plain column: one value for each row
     STORE/train/labels.npy        a column with its own offsets: one value for each token
@@ -39,15 +41,15 @@ from xformer.data.files import (
 )
 
 FORMAT = 1
-MAX_PIECES = 2**24  # of a vocabulary
+MAX_PIECES = 2**24  # largest size of a vocabulary
 TEXTS = ("tokens", "tokens_b")  # the columns of ids
-UNLABELLED, UNSEEN = -1, -2  # class labels: not labelled; a class that training lacks
-NO_WORD = -100  # the smallest label of a token: no word begins here (xformer.data.tags.IGNORED)
+UNLABELLED, UNSEEN = -1, -2  # label of a row without a class; with a class unseen in training
+NO_WORD = -100  # label of a token at which no word begins (xformer.data.tags.IGNORED)
 SUMS = "sums.json"
-CHECKED = 2**22  # bytes of a column that are read at once to check its values
+CHECKED = 2**22  # bytes of a column that are read at a time to check its values
 TRIES = 100  # attempts to open a store that is being replaced
 REMEDY = "make the store again, or restore it from a copy"
-HEADER = 128  # bytes of a column's .npy header; numpy leaves room in it for any number of rows
+HEADER = 128  # bytes of a column's .npy header, which has room for any number of rows
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ class Split:
 
     A column named `table.column` belongs to a table with its own rows, such as passages that many
     rows of the split share. `words` is the number of words (separated by white space) in the raw
-    text, or None if they were not counted. `together` neighbouring rows belong to one example: the
-    endings of a question.
+    text, or None if they were not counted. `together` is the number of neighbouring rows that make
+    up an example: the endings of a multiple-choice question, or 1.
     """
 
     name: str
@@ -94,13 +96,13 @@ class Store:
     """An open store.
 
     `kind` is "text", "class", "score", "span", "tag" or "choice". `labels` are the class names.
-    `choices` is the number of rows of a question, one for each ending; 1 for other kinds. `key`
-    identifies the content: stores with equal columns have equal keys.
+    `choices` is the number of endings of a question, each of which is a row; for other kinds it is
+    1. `key` identifies the content: stores with equal columns have equal keys.
     """
 
     def __init__(self, path: Path, meta: dict[str, Any]):
         self.path = path
-        self.name = str(path)  # what messages call it
+        self.name = str(path)  # the name in messages
         self.meta = meta
         self.kind: str = meta["kind"]
         self.labels: list[str] = meta["labels"]
@@ -116,14 +118,14 @@ class Store:
         self._files: dict[str, tuple[int, ...]] = {}  # `_stamp` of each mapped file
         self._splits = {name: self._open(name) for name in meta["splits"]}
         if other := sorted(dict(_files(meta)).keys() ^ self._files.keys()):
-            raise ValueError(f"{other[0]} is the file of no column")
+            raise ValueError(f"{other[0]} does not belong to any column")
 
     @property
     def splits(self) -> list[str]:
         return list(self._splits)
 
     def split(self, name: str) -> Split:
-        """A split by name. Raises BadInput if there is none of this name, or if it has no rows."""
+        """A split by name. Raises BadInput if the store has no such split, or if it has no rows."""
         if name not in self._splits:
             raise BadInput(f"{self.name} has no split {name!r}; it has {', '.join(self.splits)}")
         if self._splits[name].rows == 0:
@@ -135,9 +137,9 @@ class Store:
         return tokenizers.load_tokenizer(self.path)
 
     def verify(self) -> Iterator[tuple[str, int, bool]]:
-        """Check every 64 MiB block of every column: yields (file, block number, is it good).
+        """Check every 64 MiB block of every column; yields (file, block number, whether good).
 
-        A good block has the recorded checksum and holds only possible values. The iterator ends
+        A good block has the recorded checksum and contains only valid values. The iterator ends
         early if the store has been replaced since it was opened.
         """
         for name, sums in _files(self.meta):
@@ -153,9 +155,9 @@ class Store:
                 yield name, block, good
 
     def _possible(self, name: str) -> Iterator[bool]:
-        """For each block of a file, whether its ids lie in the vocabulary, its labels are classes,
-        and its offsets do not fall. Blocks are read, because mapped pages would count as the run's
-        memory."""
+        """For each block of a file, whether its values are valid: ids in the vocabulary, labels
+        that are classes, offsets that never decrease. The blocks are read and not mapped, because
+        mapped pages would count as memory of the run."""
         split, _, file = name.partition("/")
         column, offsets = file.removesuffix(".npy"), file.endswith(".offsets.npy")
         values = self._splits[split].columns[column.removesuffix(".offsets")]
@@ -205,7 +207,7 @@ class Store:
         def check() -> None:
             if begin is not None:
                 begin.wait()
-            with suppress(OSError):  # without the right to do so it keeps its priority
+            with suppress(OSError):  # without permission the thread keeps its priority
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
             if line := self.damage():
                 report(line)
@@ -216,8 +218,8 @@ class Store:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """A context for work with the rows: if it crashes and the store is damaged, it raises
-        BadInput naming the damage instead."""
+        """A context for code that reads the rows. If the code crashes and the store is damaged, the
+        context raises BadInput that names the damage."""
         try:
             yield
         except (BadInput, Failure, OSError):
@@ -274,22 +276,22 @@ class Store:
     def _map(self, file: str, meta: dict[str, Any]) -> np.ndarray:
         path = self.path / file
         if not path.is_file():
-            raise BadInput(f"{path} is missing, the store is incomplete: {REMEDY}")
+            raise BadInput(f"{path} is missing, so the store is incomplete: {REMEDY}")
         size, expected = path.stat().st_size, meta["files"][file]["bytes"]
         if size != expected:
             raise BadInput(f"{path} has {size} bytes, not {expected}: {REMEDY}")
         self._files[file] = _stamp(path)
-        # An array without values cannot be mapped. The plain view is there because np.memmap makes
-        # every look-up slower.
+        # An empty array cannot be mapped. The result is converted to a plain array, because every
+        # look-up in an np.memmap is slower.
         return np.asarray(load_array(path, mapped=size != HEADER))
 
 
 def open_store(path: str | Path) -> Store:
     """Open a store without reading its columns.
 
-    Raises BadInput if there is none, if it has another format version, or if the size or header of
-    a file is wrong, or the checksum of a small file. A store that is replaced meanwhile is opened
-    again.
+    Raises BadInput if there is no store, if it has another format version, if a file has the wrong
+    size or header, or if a small file has the wrong checksum. If the store is replaced while it is
+    being opened, it is opened again.
     """
     path = Path(path)
     for _ in range(TRIES):
@@ -304,7 +306,7 @@ def open_store(path: str | Path) -> Store:
         else:
             if _stamp(path / "store.json") == before:
                 return store
-    raise BadInput(f"{path} is replaced again and again while it is opened; wait and try again")
+    raise BadInput(f"{path} was replaced {TRIES} times while it was opened; wait and try again")
 
 
 def _open_store(path: Path) -> Store:
@@ -333,16 +335,16 @@ def _check_sums(path: Path) -> None:
         or not isinstance(sums.get("sha256"), dict)
         or "store.json" not in sums["sha256"]
     ):
-        raise BadInput(f"{path / SUMS} is damaged, it lists no checksums: {REMEDY}")
+        raise BadInput(f"{path / SUMS} is damaged: it lists no checksums; {REMEDY}")
     for name, expected in sums["sha256"].items():
         if not (path / name).is_file():
-            raise BadInput(f"{path / name} is missing, which {SUMS} lists: {REMEDY}")
+            raise BadInput(f"{path / name} is missing, although {SUMS} lists it: {REMEDY}")
         if file_checksum(path / name) != expected:
             raise BadInput(f"{path / name} differs from its checksum in {SUMS}: {REMEDY}")
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """What distinguishes a file from an earlier one of the same name; () if there is no file."""
+    """Numbers that change if a file is written or replaced; () if there is no file."""
     try:
         status = path.stat()
     except OSError:

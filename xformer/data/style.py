@@ -1,4 +1,4 @@
-"""One look for every figure: style.mplstyle, in colours for light pages, dark pages, or both.
+"""The style of every figure: style.mplstyle, with colours for light pages, dark pages, or both.
 
     with style.colours(style.DARK):
         figure = style.new_figure(6, 4)
@@ -29,7 +29,7 @@ FAINT = "#8c8c8c"  # for guides and notes; readable on every page
 
 
 def _colours(ink: str, paper: str, palette: str) -> dict[str, Any]:
-    """The settings that change with the page."""
+    """The settings for text of the colour `ink` on `paper`, with lines in the palette's colours."""
     names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     return {
         **dict.fromkeys(names, ink),
@@ -63,7 +63,7 @@ def colours(page: dict[str, Any]) -> Iterator[None]:
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure of width x height inches, laid out so that nothing overlaps.
 
-    It does without pyplot, so it needs no screen and need not be closed.
+    The figure is made without pyplot, so no display is needed and the figure need not be closed.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -76,7 +76,7 @@ def new_figure(width: float, height: float) -> Figure:
 def write(figure: Figure, path: Path) -> None:
     """Write a figure atomically. The path's ending decides the format, such as .png or .svg.
 
-    The same figure gives the same SVG file, without a date.
+    An SVG file contains no date, so the same figure always gives the same file.
     """
     ending = path.suffix[1:].lower()
     options: Any = {"metadata": {"Date": None}} if ending == "svg" else {"dpi": 160}
@@ -105,9 +105,9 @@ def write_light_and_dark(draw: Callable[[], Figure], directory: Path, name: str)
 
 
 def svg(figure: Figure, salt: str) -> str:
-    """A figure as an <svg> element for an HTML page. Its text stays text.
+    """A figure as an <svg> element for an HTML page, with its text as <text> elements.
 
-    `salt` must differ between the figures of a page, so that their ids differ.
+    `salt` must differ between the figures of a page, so that the ids of their elements differ.
     """
     import matplotlib
 
@@ -120,7 +120,7 @@ def svg(figure: Figure, salt: str) -> str:
 def plain_ticks(axis: Any) -> None:
     """Plain numbers, such as 0.01 and 10,000, on an axis (`axes.xaxis`), which may be logarithmic.
 
-    Matplotlib would write powers in mathematical notation, which the style switches off.
+    By default matplotlib writes powers in mathematical notation, which the style switches off.
     """
     from matplotlib.ticker import FuncFormatter, NullFormatter
 

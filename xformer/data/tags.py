@@ -1,7 +1,7 @@
-"""Labels of words: where the words of a text lie among its tokens, and the column of labels.
+"""Labels of words: which token of a text begins each word, and the values of the label column.
 
-Words are separated by white space. The first token of a word carries its label; its other tokens
-have none (Devlin et al. 2019, section 5.3).
+Words are separated by white space. A word's label is stored at its first token; its other tokens
+have no label (Devlin et al. 2019, section 5.3).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from xformer.data.tokenizers import Tokenizer
 
-# in the column `labels`: no word begins at this token (UNLABELLED and UNSEEN stand for words)
+# In the column `labels`: no word begins at this token. (A word itself can be UNLABELLED or UNSEEN.)
 IGNORED = -100
 NO_LABEL = "_"  # in labels as text: this word has no label
 _WORD = re.compile(r"\S+")
@@ -23,8 +23,8 @@ _BIO = re.compile(r"O|[BI]-.+")
 def encode_words(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
     """For each text its ids, int32, and the index of each word's first token, int64.
 
-    The ids are those of `encode_batch`, except that a word which the tokenizer deletes becomes the
-    unknown token, so that every word has a token.
+    The ids are those of `encode_batch`, with one exception: a word that the tokenizer would delete
+    becomes the unknown token, so that every word has a token.
     """
     return [
         _places(text, ids, starts, tokenizer.special["unk"])

@@ -1,13 +1,13 @@
 """Text to ids and back.
 
-WordPiece and byte-level BPE run on the library `tokenizers`, and unigram on `sentencepiece` (or on
-`tokenizers`, if it normalises text first, as ALBERT's does). Symbols, a fixed alphabet with one id
-each, are looked up in a table.
+WordPiece and byte-level BPE use the library `tokenizers`. Unigram uses `sentencepiece`, or
+`tokenizers` if text is first normalised as ALBERT or XLM-RoBERTa does. Symbols, a fixed alphabet
+with one id each, are looked up in a table.
 
 A tokenizer is a directory: `tokenizer_meta.json` (kind, special tokens, options), and beside it
 `tokenizer.json` (wordpiece, bpe, ALBERT's unigram), `spiece.model` (unigram), or no other file
-(symbols: the alphabet is in the meta file). Ids are bare: special tokens are added when a batch is
-built, never here. A text that spells "[SEP]" does not get the special token.
+(symbols: the alphabet is in the meta file). Encoding adds no special tokens; they are added when a
+batch is built. A text that contains "[SEP]" does not get the id of the special token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", 
 ALBERT_SPECIAL = {"pad": "<pad>", "unk": "<unk>", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 # `normalisation` of XLM-RoBERTa's unigram, which has RoBERTa's special tokens
 XLM_ROBERTA = {"form": "xlm-roberta"}
-# Precedes the pieces of a unigram that no text may get: no word contains a space.
+# Prefix of the unigram pieces that text must never be encoded to: no word contains a space.
 HIDDEN = " "
 Spans = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, starts, ends
 
@@ -66,7 +66,7 @@ class Tokenizer:
             if self.kind != "unigram":
                 self.added = self.pieces[model.get_vocab_size(with_added_tokens=False) :]
             if list(map(vocabulary.__getitem__, self.pieces)) != list(range(len(vocabulary))):
-                raise BadInput("the vocabulary's ids are not 0 to its size without gaps")
+                raise BadInput(f"the vocabulary's ids are not 0 to {len(vocabulary) - 1}")
             if self.kind == "unigram":
                 self.pieces = [piece.removeprefix(HIDDEN) for piece in self.pieces]
         ids = {piece: i for i, piece in enumerate(self.pieces)}
@@ -81,20 +81,21 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that decides which ids a text gets."""
+        """SHA-256 of everything that determines the ids of a text."""
         state = {**self.meta, "pieces": self.pieces}
         if self._sentencepiece:
             state["model"] = hashlib.sha256(self._model.serialized_model_proto()).hexdigest()
         elif self.kind != "symbols":
             state["model"] = rules = self.rules
-            if self.kind == "unigram":  # the library reads some scores back with a wrong last bit
+            if self.kind == "unigram":  # the library reads the last bit of some scores wrongly
                 scores = [(piece, float(np.float32(s))) for piece, s in rules["model"]["vocab"]]
                 rules["model"]["vocab"] = scores
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
     @property
     def mask_takes_space(self) -> bool:
-        """Whether a mask includes the space before it, as published, or else as RoBERTa's does."""
+        """Whether a mask includes the space before it. If the publisher did not say, it does for
+        BPE, as in RoBERTa, and does not for other kinds."""
         mask = self.published.get("special", {}).get(self.meta["special"]["mask"])
         return bool(mask["lstrip"]) if mask else self.kind == "bpe"
 
@@ -109,7 +110,7 @@ class Tokenizer:
         return self._model.serialized_model_proto() if self._sentencepiece else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The bare ids of each text, int32: without special tokens or truncation."""
+        """The ids of each text, int32, without special tokens or truncation."""
         if self.kind == "symbols":
             return [self._encode_symbols(text) for text in texts]
         if self._sentencepiece:
@@ -120,10 +121,10 @@ class Tokenizer:
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Spans]:
         """(ids, starts, ends) of each text, int32: token i comes from `text[starts[i]:ends[i]]`.
 
-        Ids are those of `encode_batch`. Positions count the characters (code points) of the
-        original text, and neither starts nor ends decrease. A span excludes white space at its
-        ends, so that of a token of white space is empty. If a token is a part of a character (bytes
-        of an emoji, the "f" of a ligature), its span is the whole character.
+        The ids are those of `encode_batch`. Starts and ends count the characters (code points) of
+        the original text, and never decrease. A span excludes white space at its ends, so the span
+        of a white-space token is empty. If a token is a part of a character (bytes of an emoji, the
+        "f" of a ligature), its span is the whole character.
         """
         spans = self._spans_of_symbols if self.kind == "symbols" else self._spans_of_pieces
         if self._sentencepiece:
@@ -143,7 +144,7 @@ class Tokenizer:
             spans = list(pieces["offsets"])
             for i, piece in enumerate(pieces["pieces"]):
                 start, end = spans[i]
-                # if one character becomes several pieces, the library gives it to the last alone
+                # if a character becomes several pieces, the library assigns it only to the last
                 if piece.strip("▁") and not text[start:end].strip():
                     spans[i] = end, min(end + 1, len(text))
             yield _columns(pieces["ids"], spans)
@@ -154,7 +155,7 @@ class Tokenizer:
             yield _columns(self._encode_symbols(text), [m.span() for m in symbol.finditer(text)])
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids, with special tokens spelt out."""
+        """The text of some ids, with special tokens spelt out."""
         ids = [int(i) for i in ids]
         if self.kind == "symbols":
             between = " " if self.meta["separated"] else ""
@@ -185,7 +186,7 @@ class Tokenizer:
 
     @cached_property
     def _symbol_table(self) -> np.ndarray:
-        """The id of every character code; the last entry is that of the unknown symbol."""
+        """The id of every character code. The last entry is the unknown symbol's id."""
         singles = [(ord(p), i) for p, i in self.ids.items() if len(p) == 1]
         codes = [code for code, _ in singles] + [ord(s) for s in self.meta.get("synonyms", {})]
         table = np.full(max(codes) + 2, self.special["unk"], np.int32)
@@ -208,7 +209,7 @@ class Tokenizer:
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """Load the tokenizer in a directory: a tokenizer, a store, a checkpoint or a finished run.
 
-    Raises BadInput if it holds none, or if its files differ from the recorded fingerprint.
+    Raises BadInput if there is no tokenizer, or if its files differ from the recorded fingerprint.
     """
     path = installed(directory)
     put_back(path)
@@ -228,7 +229,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
                 _restore_scores(model, path / "tokenizer.json")
         tokenizer = Tokenizer(meta, model, published)
     except (KeyError, TypeError, AttributeError) as error:
-        raise BadInput(f"{path / META} is not a tokenizer's description: {error!r}") from None
+        raise BadInput(f"{path / META} does not describe a tokenizer: {error!r}") from None
     if tokenizer.fingerprint != fingerprint:
         raise BadInput(
             f"the tokenizer in {path} was changed after it was saved: make it again, or restore it "
@@ -270,7 +271,7 @@ def _fast_model(path: Path) -> Any:
 
 
 def _restore_scores(model: Any, path: Path) -> None:
-    """Set a unigram's scores again: the library reads some scores with a wrong last bit."""
+    """Set a unigram's scores again, because the library reads the last bit of some wrongly."""
     from tokenizers import models
 
     unigram = read_json(path)["model"]

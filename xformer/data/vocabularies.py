@@ -1,4 +1,4 @@
-"""Makes tokenizers: from the vocabularies of published families, or learned from texts."""
+"""Makes tokenizers from published vocabularies, or learns them from texts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wordpiece(
 ) -> Tokenizer:
     """BERT's tokenizer with a vocabulary (piece -> id).
 
-    The words `added` are never split. Those that are not in the vocabulary get the ids after it.
+    The words in `added` are never split. Those that the vocabulary lacks get the ids after its end.
     """
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -61,8 +61,8 @@ def byte_bpe(
 ) -> Tokenizer:
     """RoBERTa's byte-level BPE with a vocabulary (piece -> id) and a list of merges.
 
-    With `prefix_space` the first word of a text is encoded as if a space preceded it. `added` are
-    words as for `wordpiece`.
+    With `prefix_space` the first word of a text is encoded as if a space preceded it. For `added`
+    see `wordpiece`.
     """
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers
@@ -85,9 +85,9 @@ def albert(
     """ALBERT's tokenizer: SentencePiece's unigram model on normalised text.
 
     `scores` are the pieces in the order of ids with their log-probabilities. `charsmap` is the
-    model's own normalisation table. No text is encoded to one of the `controls`. One of `symbols`
-    is never merged with its neighbours, and the text after it begins a word. Raises BadInput unless
-    id 1 is "<unk>".
+    model's own normalisation table. Text is never encoded to one of the `controls`. The `symbols`
+    are never merged with their neighbours, and the text after a symbol begins a new word. Raises
+    BadInput unless id 1 is "<unk>".
     """
     from tokenizers import AddedToken, normalizers
 
@@ -134,7 +134,7 @@ def xlm_roberta(scores: list[tuple[str, float]], charsmap: bytes | None) -> Toke
 
 
 def _unigram_rules(scores: list[tuple[str, float]], unknown: int, hidden: set[str]) -> Any:
-    """A unigram model that first splits text at white space. No text gets one of `hidden`."""
+    """A unigram model on text that is split at white space. It never gives a `hidden` piece."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -147,25 +147,26 @@ def _unigram_rules(scores: list[tuple[str, float]], unknown: int, hidden: set[st
 
 
 def symbols(alphabet: Iterable[str], separated: bool = False) -> Tokenizer:
-    """A tokenizer with a fixed alphabet, in this order without duplicates, after the five special
-    tokens.
+    """A tokenizer with a fixed alphabet. Its ids are the five special tokens, then the alphabet in
+    this order without duplicates.
 
-    One character is one symbol, and white space is ignored. With `separated` symbols are words
+    Each character is a symbol, and white space is ignored. With `separated` the symbols are words
     separated by white space (pitches, synthetic tokens). Raises BadInput if a symbol is empty,
-    contains white space, is a special token, or has several characters without `separated`.
+    contains white space or is a special token, or if it has several characters and `separated` is
+    false.
     """
     letters = list(dict.fromkeys(alphabet))
     wrong = [s for s in letters if not s or any(map(str.isspace, s)) or s in BERT_SPECIAL.values()]
     wrong += [] if separated else [s for s in letters if len(s) > 1]
     if wrong or not letters:
-        raise BadInput(f"these cannot be the symbols of an alphabet: {wrong[:5] or 'none given'}")
+        raise BadInput(f"these cannot be symbols of an alphabet: {wrong[:5] or 'none given'}")
     special = dict(BERT_SPECIAL)
     meta = {"kind": "symbols", "special": special, "pair_separators": 1, "separated": separated}
     return Tokenizer(meta, [*BERT_SPECIAL.values(), *letters])
 
 
 def unigram(path: Path) -> Tokenizer:
-    """The tokenizer of a SentencePiece model, with no other normalisation than the model's own."""
+    """The tokenizer of a SentencePiece model, with only the model's own normalisation."""
     return _unigram(sentencepiece_model(path))
 
 
@@ -175,8 +176,8 @@ def _unigram(model: Any) -> Tokenizer:
 
 
 def plus() -> Tokenizer:
-    """The alphabet of PLUS (Min et al. 2019): 20 amino acids, X for any; O counts as K, U as C, and
-    B and Z as X."""
+    """The alphabet of PLUS (Min et al. 2019): 20 amino acids, and X for an unknown one. O is read
+    as K, U as C, and B and Z as X."""
     special = {**BERT_SPECIAL, "unk": "X"}
     meta = {
         "kind": "symbols",
@@ -199,13 +200,14 @@ def learn(
 
     `kind` is wordpiece, bpe, unigram or symbols (all characters of the texts, at most
     `vocab_size`). `lowercase` applies to WordPiece only. WordPiece and BPE learn fewer pieces if
-    the texts hold no more. `characters` are all characters of the texts: with them WordPiece learns
-    the same pieces every time, without them ties are broken at random. Raises BadInput if
-    `vocab_size` cannot be reached or is too small for the characters.
+    the texts do not contain enough. `characters` are all characters of the texts: if they are
+    given, WordPiece learns the same pieces every time; otherwise it breaks ties at random. Raises
+    BadInput if `vocab_size` is too small for the characters, or too large for unigram to reach.
     """
     if vocab_size <= len(BERT_SPECIAL):
         raise BadInput(
-            f"--vocab-size {vocab_size} leaves nothing beside the 5 special tokens; give more"
+            f"--vocab-size {vocab_size} leaves no room for pieces besides the 5 special tokens; "
+            "give more"
         )
     if kind == "symbols":
         seen: set[str] = set()
@@ -224,10 +226,10 @@ def learn(
     from tokenizers import models, pre_tokenizers, trainers
 
     if kind == "wordpiece":
-        # the library's trainer, with the normalisation of this module
+        # train on text that is normalised and split as in `wordpiece`
         rules = wordpiece(dict(zip(BERT_SPECIAL.values(), range(5), strict=True)), lowercase)._model
         # The trainer numbers pieces in the order of a hash map, and breaks ties by these numbers.
-        # "Special" tokens are numbered first and in order, so the pieces inside words join them.
+        # Special tokens are numbered first and in order, so pieces inside words are made special.
         special = [*BERT_SPECIAL.values(), *_continuations(rules, characters or ())]
         rules.train_from_iterator(
             texts,
@@ -256,7 +258,7 @@ def learn(
 
 
 def _continuations(rules: Any, characters: Iterable[str]) -> list[str]:
-    """The pieces of one character that can stand inside a word under BERT's normalisation."""
+    """The one-character pieces that can continue a word after BERT's normalisation."""
     pieces: set[str] = set()
     for character in characters:
         for normal in rules.normalizer.normalize_str(character):
@@ -266,7 +268,7 @@ def _continuations(rules: Any, characters: Iterable[str]) -> list[str]:
 
 
 def _ids(model: Any, vocab_size: int) -> dict[str, int]:
-    """The vocabulary of a trained model, with ids from 0 without gaps in the same order."""
+    """The vocabulary of a trained model, renumbered from 0 in the same order."""
     vocabulary = model.get_vocab(with_added_tokens=True)
     if len(vocabulary) > vocab_size:  # the trainers keep every character in any case
         raise BadInput(

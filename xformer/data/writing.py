@@ -1,4 +1,4 @@
-"""Writes a store row by row; at the end it is whole or absent. See xformer.data.store."""
+"""Writes a store row by row. The store appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory, block_checksums, file_checksum, write_json
 from xformer.data.store import FORMAT, HEADER, SUMS, TEXTS
 
-NARROWED = 2**20  # offsets that are rewritten at once
+NARROWED = 2**20  # offsets that are rewritten at a time
 
 
 class NpyWriter:
     """Writes a .npy file piece by piece, in constant memory.
 
-    A dtype such as "(2,)i4" gives rows of two. Values are written, not mapped: on a full disk a
-    write to a memory map kills the process.
+    A dtype such as "(2,)i4" gives rows of two values. The file is not memory-mapped, because on a
+    full disk a write to a memory map kills the process.
     """
 
     def __init__(self, path: Path, dtype: np.dtype):
@@ -41,14 +41,14 @@ class NpyWriter:
         self.length += len(values)
 
     def close(self) -> None:
-        """Write the header again, now that the length is known."""
+        """Finish the file by writing the header again with the final length."""
         self.file.seek(0)
         self._write_header()
         self.file.close()
 
 
 def _narrow(path: Path) -> None:
-    """Rewrite a file of int64 as int32, which halves the offsets of short rows."""
+    """Rewrite a file of int64 offsets as int32, which halves its size."""
     values = np.load(path, mmap_mode="r")
     writer = NpyWriter(path.with_suffix(".narrow"), np.dtype(np.int32))
     for start in range(0, len(values), NARROWED):
@@ -58,7 +58,7 @@ def _narrow(path: Path) -> None:
 
 
 class SplitWriter:
-    """Appends rows to one split. Set `words` to record the number of words in the raw text."""
+    """Appends rows to a split. Set `words` to record the number of words in the raw text."""
 
     def __init__(self, directory: Path, columns: dict[str, np.dtype], ragged: Sequence[str]):
         directory.mkdir()
@@ -81,7 +81,7 @@ class SplitWriter:
         self.append_ragged(column, np.frombuffer(b"".join(parts), np.uint8), lengths)
 
     def append_ragged(self, column: str, values: np.ndarray, lengths: np.ndarray) -> None:
-        """Append rows to a ragged column: `values` end to end, and the length of each row."""
+        """Append rows to a ragged column: their concatenated `values`, and each row's length."""
         ends = self.writers[column].length + np.cumsum(lengths, dtype=np.int64)
         self.writers[column].append(values)
         self.offsets[column].append(ends)
@@ -96,7 +96,7 @@ class SplitWriter:
 
     def describe(self) -> dict[str, Any]:
         """The split's entry in store.json: its rows, tokens, tables, files and their checksums."""
-        lengths: dict[str, set[int]] = {}  # by table; "" stands for the split's rows
+        lengths: dict[str, set[int]] = {}  # by table; "" is the split itself
         for column, writer in self.writers.items():
             ends = self.offsets.get(column)
             table = column.partition(".")[0] if "." in column else ""
@@ -115,7 +115,7 @@ class SplitWriter:
 
 
 class StoreWriter:
-    """Writes the splits of a store. `create_store` makes it."""
+    """Writes the splits of a store. Get one from `create_store`."""
 
     def __init__(
         self,
@@ -132,7 +132,8 @@ class StoreWriter:
 
     @contextmanager
     def split(self, name: str) -> Iterator[SplitWriter]:
-        """Open a new split for appending. Raises BadInput if it has no row at the end."""
+        """A context that writes a new split. Raises BadInput at its end if the split has no
+        rows."""
         writer = SplitWriter(self.directory / name, self.columns, self.ragged)
         try:
             yield writer
@@ -152,13 +153,13 @@ class StoreWriter:
         origin: dict[str, Any],
         choices: int = 1,
     ) -> None:
-        """Write the tokenizer and `store.json`, after all splits.
+        """Write the tokenizer and `store.json`. Call this after all splits are written.
 
         `origin` holds the command, the sources and the options. `choices` is the number of rows of
-        a question, only for the kind "choice".
+        a question, for the kind "choice" only.
         """
         if (choices > 1) != (kind == "choice"):
-            raise ValueError(f"a store of kind {kind} cannot have {choices} rows a question")
+            raise ValueError(f"a store of kind {kind} cannot have {choices} rows per question")
         if torn := [name for name, split in self.splits.items() if split["rows"] % choices]:
             raise ValueError(f"the split {torn[0]} ends within a question of {choices} rows")
         self.tokenizer.save(self.directory)
@@ -192,10 +193,11 @@ def create_store(
     ragged: Sequence[str] = ("tokens",),
     overwrite: bool = False,
 ) -> Iterator[StoreWriter]:
-    """A context that makes a new store, which appears at `path` whole or not at all.
+    """A context that writes a new store, which appears at `path` only when it is complete.
 
-    `columns` maps each column to its dtype, which is ignored for `tokens` and `tokens_b`: they hold
-    ids. Raises BadInput if `path` exists; with `overwrite` only if it is not a store.
+    `columns` maps each column to its dtype. The dtypes of `tokens` and `tokens_b` are ignored; the
+    size of the vocabulary decides them. Raises BadInput if `path` exists; with `overwrite` only if
+    it is not a store.
     """
     if overwrite and path.exists() and not (path / "store.json").is_file():
         raise BadInput(f"{path} is not a store, so it is not overwritten; give another output")

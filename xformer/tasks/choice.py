@@ -1,6 +1,6 @@
 """Multiple choice: predict which of n endings continues a context (SWAG, Zellers et al. 2018).
 
-Q questions, N = n Q sequences: each ending is a row of its own, and the rows of a question are
+Q questions, N = n Q sequences. Each ending is a separate row, and the rows of a question are
 neighbours in the store and in a batch.
 """
 
@@ -72,8 +72,8 @@ class Choice(Pooled):
         return {"loss": float(losses.mean()), "accuracy": float(right.mean())}
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
-        """One line per question: its likeliest ending, numbered as in the training file
-        (`--first`), and the probability."""
+        """One line per question: the number of its likeliest ending, counted as in the training
+        file (`--first`), and its probability."""
         chances = np.exp(log_softmax(outputs.astype(np.float64).reshape(-1, split.together)))
         best = chances.argmax(1)
         table = {

@@ -135,8 +135,9 @@ class Classify(Pooled):
         return of_groups(outputs, split)
 
     def score(self, predictions: Predictions) -> dict[str, float]:
-        """The loss is a mean over rows. If rows form groups, the metrics are over groups: a group
-        has the class that most of its rows vote for (Kao & Lee 2021, appendix G.4)."""
+        """The loss is a mean over rows. If rows form groups, the other metrics are over groups. The
+        predicted class of a group is the one that most of its rows vote for (Kao & Lee 2021,
+        appendix G.4)."""
         logits, labels, groups = known_rows(predictions, predictions.arrays["label"] != UNLABELLED)
         log_probability = log_softmax(logits)
         losses = losses_of(log_probability, labels)
@@ -159,7 +160,7 @@ class Classify(Pooled):
         return [names[label] for label in labels] if self.has_labels(split) else None
 
     def _likeliest(self, chances: np.ndarray, best: np.ndarray | None = None) -> Table:
-        """The class numbers `best`, by default the likeliest of each row, and their
+        """The names of the classes `best`, by default the likeliest of each row, and their
         probabilities."""
         best = chances.argmax(1) if best is None else best
         return {
@@ -179,9 +180,9 @@ class Classify(Pooled):
 
 
 def balanced(labels: np.ndarray, classes: int) -> tuple[float, ...]:
-    """Class weights from labels (N,), as "balanced" in scikit-learn: inversely
-    proportional to the number of rows of a class, with a mean of 1 over the rows. A class without
-    rows has the weight 0."""
+    """Class weights from labels (N,), like "balanced" in scikit-learn. A weight is inversely
+    proportional to the number of rows of its class, and the mean over all rows is 1. A class
+    without rows has the weight 0."""
     counts = np.bincount(labels[labels >= 0], minlength=classes)
     present = counts > 0
     weights = present * counts.sum() / (present.sum() * np.maximum(counts, 1))
@@ -201,8 +202,8 @@ def of_groups(outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
 def known_rows(
     predictions: Predictions, known: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """The outputs (in float64), labels and groups of the rows where `known` (N,) is true. Raises
-    BadInput if there is none."""
+    """The outputs (in float64), labels and groups of the rows for which `known` (N,) is true.
+    Raises BadInput if there are no such rows."""
     if not known.any():
         raise no_labels(predictions.split)
     outputs, group = predictions.arrays["outputs"][known], predictions.arrays.get("group")
@@ -218,7 +219,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def losses_of(log_probability: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """The mean loss from log-probabilities (N, K) and labels (N,). Rows whose class does not occur
-    in training are left out, because they have no probability."""
+    in training are left out, because the model has no probability for their class."""
     seen = np.flatnonzero(labels != UNSEEN)
     losses = -log_probability[seen, labels[seen]]
     return {"loss": float(losses.mean())} if len(seen) else {}
@@ -227,14 +228,14 @@ def losses_of(log_probability: np.ndarray, labels: np.ndarray) -> dict[str, floa
 def vote(log_probabilities: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Log-probabilities (N, K), group numbers (N,) -> votes (G, K), ordered by group number.
 
-    Each row votes for its likeliest class (Kao & Lee 2021, appendix G.4). The mean probability
-    breaks ties.
+    Each row votes for its likeliest class (Kao & Lee 2021, appendix G.4). To break ties, half of
+    the mean probability is added.
     """
     choices = np.eye(log_probabilities.shape[1])[log_probabilities.argmax(1)]
     number, inverse = np.unique(groups, return_inverse=True)
     votes = np.zeros((len(number), log_probabilities.shape[1]))
     np.add.at(votes, inverse, choices)
-    # halved, because a mean probability of 1 would count as a whole vote
+    # half, because a mean probability of 1 would count as much as a vote
     return votes + mean_by_group(np.exp(log_probabilities), groups) / 2
 
 
@@ -252,18 +253,18 @@ def first_by_group(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def classification(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
-    """accuracy, f1 and mcc from class numbers, (N,) each; the task has `classes` classes.
+    """accuracy, f1 and mcc from class numbers, (N,) each, for a task of `classes` classes.
 
-    With two classes, f1 is that of class 1, as in GLUE; with more, the mean over classes. mcc is
-    Matthews' correlation coefficient in scikit-learn's definition, which covers more than two
-    classes. A label outside the classes counts as wrong.
+    With two classes, f1 is that of class 1, as in GLUE; with more, it is the mean over classes. mcc
+    is Matthews' correlation coefficient in scikit-learn's definition, which covers more than two
+    classes. A row whose label is not one of the classes counts as wrong.
     """
     from sklearn.metrics import f1_score, matthews_corrcoef
 
     names = [1] if classes == 2 else range(classes)
     f1 = f1_score(labels, predictions, labels=names, average="macro", zero_division=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # with a single class it warns and gives 0, which is right
+        warnings.simplefilter("ignore")  # with a single class it warns and gives 0, as it should
         mcc = matthews_corrcoef(labels, predictions)
     return {
         "accuracy": float((predictions == labels).mean()),

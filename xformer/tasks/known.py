@@ -17,12 +17,13 @@ TASKS: dict[str, type[Task]] = {
 
 
 def kind_of(name: str, pairs: bool = False) -> type[Task]:
-    """The class of the task with this name; with `pairs`, of its variant with a pair head."""
+    """The class of the task with this name. With `pairs`, MLM becomes its variant with a pair
+    head."""
     return Pairs if pairs and TASKS[name].predicts_masked else TASKS[name]
 
 
 def task_of(head: Head | None) -> Task | None:
-    """The task of a head; None without a head."""
+    """The task of a head, or None if there is no head."""
     if head is None:
         return None
     return kind_of(head.kind, head.pair_scale > 0)(head)

@@ -43,13 +43,15 @@ class MLMHead(nn.Module):
 
     def loss(self, x: Tensor, word: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """x (M, C), word (V, E), targets (M,) -> the summed cross-entropy, (), and the number of
-        right predictions, (). Rows of x beyond the targets are padding and do not count."""
+        correct predictions, (). If x has more rows than targets, the last ones are padding and do
+        not count."""
         return vocabulary_loss(self.states(x), word, self.bias, targets)
 
 
 class MLM(Task):
     """Predict the masked tokens of any text. Evaluation keeps three numbers for each row: the loss
-    summed over its masked tokens, their number, and how many of them are right."""
+    summed over its masked tokens, the number of these tokens, and how many of them are predicted
+    correctly."""
 
     name = "mlm"
     stores = ("text", "class", "score", "span", "tag", "choice")
@@ -75,8 +77,8 @@ class MLM(Task):
         return self.masked_loss(model, x, batch)
 
     def masked_loss(self, model: Model, x: Tensor, batch: Batch[Tensor]) -> Loss:
-        """The loss from the hidden states of the masked tokens, x (M, C). Rows of x beyond the
-        targets are padding and do not count."""
+        """The loss from the hidden states of the masked tokens, x (M, C). If x has more rows than
+        the batch has targets, the last ones are padding and do not count."""
         targets = batch.targets
         assert targets is not None
         if model.training:
@@ -91,7 +93,7 @@ class MLM(Task):
         return logits
 
     def _by_token(self, model: Model, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of each masked token, (M,), and 1 if its prediction is right, else 0, (M,)."""
+        """The loss of each masked token, (M,), and 1 if its prediction is correct, else 0, (M,)."""
         logits = self._logits_of(model, x)[: len(targets)].float()
         losses = F.cross_entropy(logits, targets, reduction="none")
         return losses, (logits.detach().argmax(1) == targets).float()
@@ -127,7 +129,7 @@ class MLM(Task):
         counts = np.diff(np.searchsorted(host.places, host.cu_seqlens))
         row = np.repeat(np.arange(len(counts)), counts)
         within = ragged_arange(np.zeros_like(counts), counts)
-        # padded, then summed along an axis: index_add on CUDA adds in no fixed order
+        # pad and sum along an axis, because index_add on CUDA adds in no fixed order
         table = tokens.new_zeros(len(counts), max(1, int(counts.max())), 2)
         table[tensor_on(row, x.device), tensor_on(within, x.device)] = tokens
         loss, right = table.sum(1).unbind(1)
@@ -148,7 +150,10 @@ class MLM(Task):
         loss, masked, correct = (predictions.arrays[name] for name in ("loss", "masked", "correct"))
         count = int(masked.sum())
         if count == 0:
-            raise BadInput(f"the split {predictions.split!r} has no token to mask")
+            raise BadInput(
+                f"the split {predictions.split!r} has no token that can be masked; give another "
+                "split="
+            )
         mean = float(loss.astype(np.float64).sum()) / count
         return {
             "loss": mean,
@@ -161,7 +166,7 @@ class MLM(Task):
 
 
 def with_masks(tokenizer: Tokenizer, text: str, longest: int) -> Batch[np.ndarray]:
-    """A text with mask tokens as a batch of one row. Its `places` are the masks.
+    """A text with mask tokens, as a batch of one row. Its `places` are those of the masks.
 
     Raises BadInput if the text has no mask token, or more than `longest` tokens.
     """
@@ -190,7 +195,7 @@ def with_masks(tokenizer: Tokenizer, text: str, longest: int) -> Batch[np.ndarra
 
 def likeliest(logits: Tensor, tokenizer: Tokenizer, top: int) -> list[list[tuple[float, str]]]:
     """Logits of masks (M, V) -> for each mask the `top` likeliest pieces, (probability, piece)."""
-    # embeddings beyond the tokenizer's pieces are padding of the vocabulary
+    # the embedding table may be padded: its last rows then belong to no piece
     probabilities = torch.softmax(logits, 1)[:, : len(tokenizer)]
     best = probabilities.topk(min(top, probabilities.size(1)))
     return [

@@ -24,8 +24,8 @@ from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions
 
 
 class Pairs(MLM):
-    """MLM with a pair head. A pair counts as much as `head.pair_scale` masked tokens. Evaluation
-    keeps MLM's numbers, then the two logits of the pair head."""
+    """MLM with a pair head. In the loss a pair counts as much as `head.pair_scale` masked tokens.
+    Evaluation keeps MLM's numbers, then the two logits of the pair head."""
 
     metrics = {**MLM.metrics, "pair_loss": LOWER, "pair_accuracy": HIGHER}
     arrays = MLM.arrays | {"outputs", "label"}
@@ -81,8 +81,8 @@ class Pairs(MLM):
         return list(self.metrics if labelled else MLM.metrics)
 
     def score(self, predictions: Predictions) -> dict[str, float]:
-        """MLM's metrics are means over masked tokens; those of the pairs are means over rows, and
-        are left out if no pair has a label."""
+        """MLM's metrics are means over masked tokens. The metrics of the pair head are means over
+        rows, and are left out if no pair has a label."""
         scores = super().score(predictions)
         labelled = predictions.arrays["label"] != UNLABELLED
         if not labelled.any():
@@ -94,9 +94,10 @@ class Pairs(MLM):
 
 
 def pair_scale(weight: float, masking: float, split: Split) -> float:
-    """The weight of a pair in masked tokens, so that the loss is the mean over masked
-    tokens plus `weight` times the mean over pairs. `masking` is the share of masked tokens.
+    """The number of masked tokens that a pair must count as, so that the loss is the mean over
+    masked tokens plus `weight` times the mean over pairs. `masking` is the share of masked tokens.
 
-    A constant of the whole split keeps the loss a sum, which micro-batches and ranks can add.
+    The number is the same for the whole split. The loss therefore remains a sum, which can be added
+    over micro-batches and ranks.
     """
     return weight * masking * split.tokens / split.rows

@@ -67,8 +67,8 @@ class Regress(Pooled):
         return of_groups(outputs, split)
 
     def score(self, predictions: Predictions) -> dict[str, float]:
-        """The loss is a mean over rows. If rows form groups, the correlations use the mean score
-        of each group."""
+        """The loss is a mean over rows. If rows form groups, the correlations are over groups, with
+        the mean predicted score of each group's rows."""
         label = predictions.arrays["label"]
         outputs, labels, groups = known_rows(predictions, ~np.isnan(label))
         if len(bad := np.flatnonzero(np.isinf(label))):
@@ -94,8 +94,8 @@ class Regress(Pooled):
 def regression(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """The pearson and spearman correlations of predictions and labels, (N,) each.
 
-    A correlation is undefined if either array is constant or there is only one row. It then counts
-    as 0, the chance level, as in GLUE. Raises Failure if a score is not finite.
+    If either array is constant or has only one row, a correlation is undefined. The result is then
+    0, the chance level, as in GLUE. Raises Failure if a score is not finite.
     """
     from scipy.stats import pearsonr, spearmanr
 

@@ -34,13 +34,14 @@ from xformer.tasks.task import (
     texts,
 )
 
-LONGEST = 30  # tokens of an answer (Devlin et al. 2019)
+LONGEST = 30  # largest number of tokens in an answer (Devlin et al. 2019)
 NO_ANSWER, BEST, FIRST, LAST, LOSS = range(5)  # the columns of the outputs; see Span
 
 
 class Span(Task):
     """Predict the first and the last token of an answer. Evaluation keeps five numbers for each
-    window: the scores of "no answer" and of the best span, its first and last token, the loss."""
+    window: the scores of "no answer" and of the best span, the first and the last token of that
+    span, and the loss."""
 
     name = "span"
     stores = ("span",)
@@ -90,7 +91,7 @@ class Span(Task):
         return host.rows, torch.cat([best, losses], 1)
 
     def broken(self, outputs: np.ndarray, split: Split) -> np.ndarray:
-        # a window without any text has no span, and the score -inf
+        # a window without any context has no span: its best score is -inf
         best = outputs[:, BEST]
         bad = np.isnan(best) | np.isposinf(best)
         return bad | ~np.isfinite(np.delete(outputs, BEST, 1)).all(1)
@@ -122,8 +123,8 @@ class Span(Task):
         """SQuAD's metrics, and the loss as a mean over windows.
 
         A question is left unanswered if "no answer" scores higher than its best span by more than
-        `threshold`; see the function of that name for the default. If there are questions without
-        an answer, the best threshold and its scores are returned too.
+        the threshold (see the function `threshold` for its default). If some questions have no
+        answer, the best threshold and its scores are returned too.
         """
         assert predictions.questions is not None
         arrays, right = predictions.arrays, predictions.questions.right
@@ -131,7 +132,8 @@ class Span(Task):
         known = [i for i, answers in enumerate(right) if answers is not None]
         if not known:
             raise BadInput(
-                f"the split {predictions.split!r} has no answers to score against; give another"
+                f"the split {predictions.split!r} has no answers to score against; give another "
+                "split="
             )
         gold = [right[i] or [] for i in known]
         predicted, margin = [predictions.questions.answer[i] for i in known], margin[known]
@@ -141,7 +143,7 @@ class Span(Task):
         return scores | ({} if all(gold) else squad_with_threshold(predicted, margin, gold))
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
-        """One line per question: its answer, how far "no answer" scores above it, and the
+        """One line per question: its answer, by how much "no answer" scores higher, and the
         question."""
         predicted, margin = answers(outputs, split)
         return {
@@ -163,31 +165,32 @@ def padded(values: Tensor, batch: Batch[Tensor]) -> Tensor:
     """Packed values (T, K) -> padded values (N, L, K), with -inf after the end of a sequence."""
     sizes = batch.cu_seqlens.diff()  # (N,)
     row = torch.arange(len(sizes), device=values.device)
-    row = row.repeat_interleave(sizes, output_size=len(values))  # a known size: CUDA need not sync
+    # CUDA need not synchronise if it knows the size of the output
+    row = row.repeat_interleave(sizes, output_size=len(values))
     out = values.new_full((len(sizes), batch.longest, values.size(1)), -torch.inf)
     out[:, 0] = 0.0  # the softmax of an empty sequence, which is filler, must not be NaN
     return out.index_put((row, batch.positions), values)
 
 
 def _log_probability(rows: Tensor) -> Tensor:
-    """(N, L, 2) -> (2 N, L): start and end in rows of their own, which CUDA sums
-    deterministically."""
+    """Logits (N, L, 2) -> log-probabilities (2 N, L). Start and end get separate rows, because CUDA
+    sums this layout deterministically."""
     return rows.log_softmax(1).transpose(1, 2).flatten(0, 1)
 
 
 def best_spans(logits: Tensor, second: Tensor, lengths: Tensor) -> Tensor:
     """Start and end logits (N, L, 2) -> (N, 4): the scores of "no answer" and of the best span, and
-    the span's first and last token in the window. A score is the sum of two logits.
+    the span's first and last token, counted in the window. A score is the sum of two logits.
 
-    The window is the tokens `second` to `second + lengths` of its row, (N,) each. "No answer" is
-    the first special token. A span has at most LONGEST tokens.
+    A row's window begins at token `second` and has `lengths` tokens, (N,) each. "No answer" is the
+    first special token. A span has at most LONGEST tokens.
     """
     L = logits.size(1)
     null = logits[:, 0].sum(1)
     place = torch.arange(L, device=logits.device)
     inside = (place >= second[:, None]) & (place < (second + lengths)[:, None])
     start, end = (logits[..., i].masked_fill(~inside, -torch.inf) for i in (0, 1))
-    # (N, L, LONGEST): the scores of the spans that start at each place, of 1, 2, ... tokens
+    # (N, L, LONGEST): the scores of the spans of 1, 2, ... tokens that start at each place
     ends = F.pad(end, (0, LONGEST - 1), value=-torch.inf).unfold(1, LONGEST, 1)
     score, flat = (start[:, :, None] + ends).flatten(1).max(1)
     first = flat // LONGEST
@@ -197,9 +200,13 @@ def best_spans(logits: Tensor, second: Tensor, lengths: Tensor) -> Tensor:
 def best_windows(
     best: np.ndarray, no_answer: np.ndarray, groups: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The scores of the best span and of "no answer" in each window, and the number of its
-    question, (N,) each -> each question's best window, (Q,), and how far its "no answer" scores
-    above that window's span, (Q,)."""
+    """The index of each question's best window, (Q,), and the margin by which "no answer" scores
+    higher than the best span of that window, (Q,).
+
+    `best` and `no_answer` are the scores of each window's best span and of "no answer", and
+    `groups` the number of its question, (N,) each. The score of "no answer" for a question is the
+    lowest over its windows.
+    """
     order = np.lexsort((-best, groups))
     windows = order[np.unique(groups[order], return_index=True)[1]]
     null = np.full(len(windows), np.inf)
@@ -208,8 +215,8 @@ def best_windows(
 
 
 def answers(outputs: np.ndarray, split: Split) -> tuple[list[str], np.ndarray]:
-    """The outputs of all windows of a split -> the text of each question's best span over its
-    windows, and how far "no answer" scores above it, (Q,)."""
+    """From the outputs of all windows of a split: the text of each question's best span, and by how
+    much "no answer" scores higher than that span, (Q,)."""
     groups = np.asarray(split.columns["group"])
     best, margin = best_windows(outputs[:, BEST], outputs[:, NO_ANSWER], groups)
     ends = outputs[best][:, [FIRST, LAST]].astype(np.int64).tolist()
@@ -218,7 +225,7 @@ def answers(outputs: np.ndarray, split: Split) -> tuple[list[str], np.ndarray]:
 
 def answer(split: Split, row: int, first: int, last: int) -> str:
     """The text of the context from token `first` to token `last` of a row's window, both included
-    and counted from 0; "" if they are -1."""
+    and counted from 0. It is "" if `first` is negative or after `last`."""
     if first < 0 or last < first:
         return ""
     columns = split.columns
@@ -231,24 +238,25 @@ def answer(split: Split, row: int, first: int, last: int) -> str:
 
 
 def right_answers(split: Split) -> list[list[str] | None]:
-    """All right answers of each question; None if they are not known."""
+    """All correct answers of each question: [] if it has no answer, None if they are not known."""
     return [json.loads(text) for text in texts(split.columns["question.answers"])]
 
 
 def by_question(outputs: np.ndarray, split: Split, given: float | None = None) -> dict[str, str]:
-    """question id -> answer, "" for "no answer"; `given` is the threshold of `Predictions`."""
+    """question id -> answer, or "" for "no answer". `given` is the user's threshold, if any."""
     predicted, margin = answers(outputs, split)
     chosen = answered(predicted, margin, threshold(right_answers(split), given))
     return dict(zip(texts(split.columns["question.id"]), chosen, strict=True))
 
 
 def answered(predicted: list[str], margin: np.ndarray, threshold: float) -> list[str]:
-    """The answers; "" if "no answer" scores higher than the best span by more than `threshold`."""
+    """The `predicted` answers, each replaced by "" if its margin is above the threshold. `margin`
+    (Q,) is that of `best_windows`."""
     return ["" if m > threshold else text for text, m in zip(predicted, margin, strict=True)]
 
 
 def threshold(wanted: Sequence[Sequence[str] | None], given: float | None) -> float:
-    """The given threshold. The default is 0 if some question has no answer, else infinite."""
+    """The threshold `given`. If it is None: 0 if some question has no answer, else infinity."""
     if given is not None:
         return given
     return 0.0 if any(right == [] for right in wanted) else math.inf
@@ -267,8 +275,8 @@ def plain_answer(text: str) -> str:
 
 
 def answer_scores(answer: str, wanted: Sequence[str]) -> tuple[float, float]:
-    """(exact match, F1 over words) of an answer, the best over the answers `wanted`. If none is
-    wanted, "" is right (Rajpurkar et al. 2018)."""
+    """(exact match, F1 over words) of an answer. Each is the best over the correct answers
+    `wanted`. If there are none, "" is correct (Rajpurkar et al. 2018)."""
     golds = [gold for gold in wanted if plain_answer(gold)] or [""]
     plain = plain_answer(answer)
     exact = max(float(plain == plain_answer(gold)) for gold in golds)
@@ -283,8 +291,8 @@ def _word_f1(predicted: list[str], gold: list[str]) -> float:
 
 
 def squad(answers: Sequence[str], wanted: Sequence[Sequence[str]]) -> dict[str, float]:
-    """exact_match and f1: means over questions, between 0 and 1. If there are answerable and
-    unanswerable questions, each kind has its own means too."""
+    """exact_match and f1: means over questions, between 0 and 1. If there are both answerable and
+    unanswerable questions, the result also has the means over each kind."""
     scores = np.array([answer_scores(a, w) for a, w in zip(answers, wanted, strict=True)])
     has = np.array([len(w) > 0 for w in wanted])
     parts = {"": np.ones(len(has), bool)}
@@ -301,14 +309,15 @@ def squad_with_threshold(
     answers: Sequence[str], no_answer: np.ndarray, wanted: Sequence[Sequence[str]]
 ) -> dict[str, float]:
     """The best exact_match and f1 that a threshold on `no_answer` (Q,) can reach, and the threshold
-    of that f1. A question with a higher value counts as unanswered (Rajpurkar et al. 2018)."""
+    with that f1. A question whose value is above the threshold is unanswered (Rajpurkar et al.
+    2018)."""
     given = np.array([answer_scores(a, w) for a, w in zip(answers, wanted, strict=True)])
     none = np.array([answer_scores("", w) for w in wanted])
     order = np.argsort(no_answer, kind="stable")
     # totals[k]: the first k questions are answered, and the others are not
     totals = none.sum(0) + np.concatenate([[[0, 0]], np.cumsum((given - none)[order], 0)])
     values = np.concatenate([[-np.inf], no_answer[order]])
-    # a threshold cannot tell equal values apart
+    # a threshold cannot separate equal values
     allowed = np.append(values[1:] > values[:-1], True)
     totals = np.where(allowed[:, None], totals, -1)
     best = totals.argmax(0)

@@ -32,8 +32,8 @@ from xformer.tasks.task import (
 
 
 class Tag(Task):
-    """One class per word, read from the word's first token. Evaluation keeps two numbers for each
-    token: 1 + its likeliest class, or 0 if it was truncated, and its loss."""
+    """One class per word, predicted from the word's first token. Evaluation keeps two numbers for
+    each token: 1 + its likeliest class (0 if the token was truncated), and its loss."""
 
     name = "tag"
     stores = ("tag",)
@@ -50,7 +50,7 @@ class Tag(Task):
         return len(self.head.labels)
 
     def logits(self, model: Model, batch: Batch[Tensor]) -> Tensor:
-        """(M, K) for the labelled tokens; (T, K) if the batch does not say which they are."""
+        """(M, K) for the labelled tokens, or (T, K) for all if the batch has no `places`."""
         x = model.drop(model.encoder(batch, places=batch.places), dropout_of_tokens(model))
         logits: Tensor = model.task_head(x)
         return logits
@@ -131,13 +131,13 @@ class Tag(Task):
         return {"labels": self._of_words(outputs[:, 0].astype(np.int64), split)} | of_rows(split)
 
     def gold(self, split: Split) -> list[str] | None:
-        # labels below 0 are unknown: NO_LABEL
+        # a label below 0 is not a class; it becomes 0, which is written as NO_LABEL
         labels = np.maximum(np.asarray(split.columns["labels"].values, np.int64) + 1, 0)
         return self._of_words(labels, split) if self.has_labels(split) else None
 
     def _of_words(self, numbers: np.ndarray, split: Split) -> list[str]:
-        """The class names of each row's words, joined by spaces, from 1 + the class number of each
-        token (S,), or 0 for NO_LABEL."""
+        """The class names of each row's words, joined by spaces. `numbers` (S,) holds 1 + the class
+        of each token, or 0 for NO_LABEL."""
         names = np.array([NO_LABEL, *self.head.labels], object)
         column, rows = split.columns["labels"], []
         for row in range(split.rows):
@@ -147,14 +147,14 @@ class Tag(Task):
 
 
 def dropout_of_tokens(model: Model) -> float:
-    """The dropout before a head that reads every token."""
+    """The dropout rate before a head that reads every token."""
     config = model.config
     return config.dropout if config.dropout_form == "distilbert" else config.before_head
 
 
 def tagging(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
-    """accuracy, and f1 as the mean over all classes, from the class numbers of words, (W,) each. A
-    label outside the classes counts as wrong."""
+    """accuracy and f1 (the mean over all classes) from the class numbers of words, (W,) each. A
+    word whose label is not one of the classes counts as wrong."""
     from sklearn.metrics import f1_score
 
     f1 = f1_score(labels, predictions, labels=range(classes), average="macro", zero_division=0)
@@ -179,10 +179,11 @@ def entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:
 def entity_f1(
     predictions: np.ndarray, labels: np.ndarray, rows: np.ndarray, classes: Sequence[str]
 ) -> float:
-    """F1 over entities. An entity is right if all its words and its type are.
+    """F1 over entities. A predicted entity is correct if its first word, last word and type are.
 
     `predictions` and `labels` are class numbers (W,); `rows` (W,) is the row of each word. A word
-    whose label lies outside the classes belongs to no entity. Without any entity the result is 1.
+    whose label is not one of the classes belongs to no entity. If there are no entities at all, the
+    result is 1.
     """
     names = np.array([*classes, "O"], object)
     named = names[predictions], names[np.where(labels < 0, len(classes), labels)]

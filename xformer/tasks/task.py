@@ -24,7 +24,7 @@ from xformer.model.encoder import Encoder
 from xformer.model.hilbert import FEATURES, HilbertCNN
 from xformer.ops.dropout import dropout
 
-HEADS = ("mlm_head", "pooler", "pair_head", "task_head")  # of a model, in the order of its weights
+HEADS = ("mlm_head", "pooler", "pair_head", "task_head")  # in the order of a model's weights
 HIGHER, LOWER = 1, -1  # which values of a metric are better
 Table = dict[str, list[str]]  # column name -> one text per row
 
@@ -35,9 +35,9 @@ class Head:
 
     `kind` is the name of the task, `labels` are the class names, and `columns` the names of the raw
     columns. `mapping`, `max_tokens` and `masking` (the share of tokens to predict) are the run's
-    settings. `pair` says that the input is two texts. `pair_scale` is the weight of a pair in
-    masked tokens, or 0 without a pair head. `smoothing` and `class_weights` change the training
-    loss of classification.
+    settings. `pair` says whether the input is two texts. `pair_scale` is the number of masked
+    tokens that a pair counts as in the loss, or 0 without a pair head. `smoothing` and
+    `class_weights` change the training loss of classification.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Loss:
-    """A summed loss, the `count` that it is a sum over, and the number of right predictions."""
+    """A loss summed over `count` predictions, and the number of correct ones among them."""
 
     total: Tensor  # ()
     count: int | Tensor  # ()
@@ -68,13 +68,14 @@ class Questions:
 
     id: list[str]
     answer: list[str]  # the text of the best span over a question's windows
-    right: list[list[str] | None]  # all right answers; []: there is none; None: not known
+    right: list[list[str] | None]  # all correct answers; []: unanswerable; None: not known
 
 
 @dataclass(frozen=True)
 class Predictions:
     """A task's predictions for a split. `arrays` has the task's arrays and `row`, the row number in
-    the split. `store` is the key of the store. `threshold` is the one that `Span` was given."""
+    the split. `store` is the key of the store. `threshold` is the no-answer threshold of `Span`, if
+    the user gave one."""
 
     task: Task
     split: str
@@ -94,65 +95,66 @@ class Predictions:
         return self.task.head.labels
 
     def metrics(self) -> dict[str, float]:
-        """Every metric that evaluation gives for these outputs, by name.
+        """All metrics of these predictions, by name.
 
-        Labels of -1 or NaN are not scored. Raises BadInput if no row has a label.
+        Rows with a label of -1 or NaN are not scored. Raises BadInput if no row has a label.
         """
         return self.task.score(self)
 
 
 class Task(ABC):
-    """One kind of output. A subclass answers every question about its kind, so that the model, the
-    loop and the evaluation never ask which kind they have. It takes and returns arrays and tensors,
-    never ranks or files.
+    """A kind of output, such as one class per sequence. A subclass contains everything that depends
+    on the kind, so the model, the training loop and the evaluation treat all kinds alike. Its
+    methods take and return arrays and tensors, never ranks or files.
 
     A subclass sets the first four attributes below, and others that differ from their defaults. It
     defines the abstract methods, `outputs` if it has a task head, and `table` if its predictions
-    can be written as a table. Once it is listed in xformer.tasks.known, recipes, training, scoring,
-    prediction, checkpoints and studies know it. If it needs a new kind of rows, preprocess/ needs a
-    reader, and xformer.data.store a name for that kind.
+    can be written as a table. Once it is listed in xformer.tasks.known, it can be used in recipes,
+    training, scoring, prediction, checkpoints and studies. If it needs a new kind of rows, add a
+    reader to preprocess/ and a name for the kind to xformer.data.store.
 
-    Evaluation keeps `width` numbers for each row of a split, or for each of whatever `size` counts.
+    Evaluation keeps `width` numbers for each row of a split, or for each token if `size` says so.
     """
 
     name: ClassVar[str]
     """Its name in recipes (`head=`) and checkpoints."""
     stores: ClassVar[tuple[str, ...]]
-    """The kinds of stores that it can learn from. The first one is made for it."""
+    """The kinds of stores that it can learn from. The first kind is made for this task."""
     metrics: ClassVar[dict[str, int]]
-    """Its metrics: the loss, then the usual choice for "best", then others. HIGHER or LOWER says
-    which values are better."""
+    """Its metrics: the loss, then the one that selects the best checkpoint by default, then others.
+    HIGHER or LOWER says which values are better."""
     arrays: ClassVar[set[str]]
     """The arrays of its predictions, besides `row`."""
     optional_arrays: ClassVar[set[str]] = set()
-    """Further arrays, which its predictions have for some stores only."""
+    """Further arrays, which its predictions have only for some stores."""
     named_classes: ClassVar[bool] = False
-    """Its outputs are classes with names, which are the labels of the store."""
+    """Whether its outputs are classes, whose names are the labels of the store."""
     predicts_masked: ClassVar[bool] = False
-    """It predicts masked tokens, so that it can learn from any text."""
+    """Whether it predicts masked tokens. It can then learn from any text."""
     head_reads: ClassVar[Literal["tokens", "places", "examples"]] = "examples"
     """What its own head reads: all tokens of the batch, its `places`, or the first token of each
     row."""
     reads_pooled: ClassVar[bool] = False
-    """Its head reads the pooled first token, so that a HilbertCNN can replace the encoder."""
+    """Whether its head reads the pooled first token. A HilbertCNN can then replace the encoder."""
     loss_in_nats: ClassVar[bool] = True
-    """Its loss is a cross-entropy, not a squared error."""
+    """Whether its loss is a cross-entropy, not a squared error."""
     counts_correct: ClassVar[bool] = True
-    """An output is right or wrong, and the training log has the accuracy."""
+    """Whether each prediction is either correct or wrong. The training log then has the
+    accuracy."""
     takes_class_weights: ClassVar[bool] = False
-    """Its training loss takes class weights and label smoothing."""
+    """Whether its training loss can use class weights and label smoothing."""
     has_questions: ClassVar[bool] = False
-    """Its rows are windows of questions, and its predictions have `questions`."""
+    """Whether its rows are windows of questions. Its predictions then have `questions`."""
     has_table: ClassVar[bool] = True
-    """Its predictions can be written as a table; see the method `table`."""
+    """Whether its predictions can be written as a table; see the method `table`."""
     takes_threshold: ClassVar[bool] = False
-    """A threshold decides whether it gives an answer at all."""
+    """Whether a threshold decides if a question is left unanswered."""
     hf_class: ClassVar[str] = ""
     """The name of its class in transformers, after "BertFor"."""
     hf_table: ClassVar[str] = ""
     """The table of xformer.convert.names.Family that names the weights of its head."""
     hf_config: ClassVar[dict[str, Any]] = {}
-    """Entries that its config.json has in transformers besides the usual ones."""
+    """Further entries of its config.json in transformers, besides the usual ones."""
 
     def __init__(self, head: Head):
         self.head = head
@@ -161,11 +163,11 @@ class Task(ABC):
 
     @property
     def outputs(self) -> int:
-        """K, the number of outputs of the task head; 0 without one."""
+        """K, the number of outputs of the task head, or 0 if there is none."""
         return 0
 
     def modules(self, config: ModelConfig) -> dict[str, nn.Module]:
-        """The heads that the task adds to an encoder, by their names in HEADS."""
+        """The heads that the task adds to an encoder; the names are from HEADS."""
         return {"task_head": nn.Linear(features(config), self.outputs)}
 
     @abstractmethod
@@ -192,7 +194,8 @@ class Task(ABC):
         return self.outputs
 
     def size(self, split: Split) -> int:
-        """The number of items that evaluation keeps numbers for: by default the rows of a split."""
+        """The number of items of a split for which evaluation keeps numbers; by default, its
+        number of rows."""
         return split.rows
 
     def evaluation_batch(
@@ -208,12 +211,12 @@ class Task(ABC):
         host: Batch[np.ndarray],
         assembler: Assembler,
     ) -> tuple[np.ndarray, Tensor]:
-        """The outputs of a batch, (n, `width`), after their places among the outputs of the split,
-        (n,). `host` is the same batch in host memory. Labels may be missing."""
+        """The positions of a batch's outputs among those of the split, (n,), and the outputs, (n,
+        `width`). `host` is the same batch in host memory. Labels may be missing."""
         return host.rows, self.logits(model, batch).float()
 
     def broken(self, outputs: np.ndarray, split: Split) -> np.ndarray:
-        """Which rows of a split have outputs that are not finite, (rows,)."""
+        """Whether each row of a split has outputs that are not finite, (rows,) bool."""
         return ~np.isfinite(outputs).all(1)
 
     # -------------------------------------------------------------------------------- the labels
@@ -231,23 +234,24 @@ class Task(ABC):
         return ""
 
     def gold(self, split: Split) -> list[str] | None:
-        """The label of each line of `table`, as text, "" if it has none; None if the split has no
-        labels or the table cannot show them."""
+        """The label of each line of `table` as text, or "" for a line without a label. None if the
+        split has no labels or the table cannot show them."""
         return None
 
     # --------------------------------------------------------------------------------- the scores
 
     def default_metric(self, of_store: str | None) -> str:
-        """The metric that decides which checkpoint is the best; `of_store` is the store's own."""
+        """The metric that decides which checkpoint is best. `of_store` is the one that the store
+        names, if any."""
         return of_store or list(self.metrics)[1]
 
     def metrics_on(self, split: Split) -> list[str]:
-        """The metrics that scoring a split gives."""
+        """The names of the metrics that `score` returns for a split."""
         return list(self.metrics)
 
     @abstractmethod
     def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
-        """The arrays of predictions from the outputs of a split; see `arrays`."""
+        """The outputs of a split as the task's arrays, by name; see `arrays`."""
 
     def predictions(
         self, outputs: np.ndarray, split: Split, threshold: float | None = None
@@ -263,13 +267,13 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, predictions: Predictions) -> dict[str, float]:
-        """Every metric of the predictions for a split. Raises BadInput without any label."""
+        """All metrics of the predictions for a split. Raises BadInput if no row has a label."""
 
     # ------------------------------------------------------------------------- predictions as text
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
-        """The outputs as columns, one line per row: the prediction, then the row's texts as they
-        were read, or its number, and its id."""
+        """The outputs as columns, one line per row: the prediction, the row's texts as they were
+        read (or its number if the store has none), and its id if it has one."""
         raise NotImplementedError  # MLM has no table; see `has_table`
 
     def lines(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> str:
@@ -285,7 +289,7 @@ class Model(nn.Module):
     whether the second of two texts follows the first.
     """
 
-    # each is a module or None; the task knows which ones it has
+    # each is a module, or None if neither the task nor `parts` has it
     mlm_head: Any
     pooler: Any
     pair_head: Any
@@ -306,19 +310,21 @@ class Model(nn.Module):
             setattr(self, name, heads.get(name))
 
     def forward(self, batch: Batch[Tensor] | None) -> Loss:
-        """The loss of a batch. None gives a loss of 0 with a zero gradient for every weight, for
-        ranks without rows: DistributedDataParallel waits for every gradient on every rank."""
+        """The loss of a batch. A rank without rows passes None and gets a loss of 0 with a zero
+        gradient for every weight, because DistributedDataParallel waits for every gradient on every
+        rank."""
         if batch is not None:
             return self.loss(batch)
         total = torch.stack([weight.sum() for weight in self.parameters()]).sum() * 0.0
         return Loss(total, 0, torch.zeros_like(total.detach()))
 
     def loss(self, batch: Batch[Tensor]) -> Loss:
-        """The summed loss of a batch. Raises ValueError without a task."""
+        """The summed loss of a batch. Raises ValueError if the model has no task."""
         return self._task().loss(self, batch)
 
     def logits(self, batch: Batch[Tensor]) -> Tensor:
-        """The outputs of the task's head for a batch. Raises ValueError without a task."""
+        """The outputs of the task's head for a batch. Raises ValueError if the model has no
+        task."""
         return self._task().logits(self, batch)
 
     def _task(self) -> Task:
@@ -366,23 +372,24 @@ def features(config: ModelConfig) -> int:
 
 
 def small(values: np.ndarray) -> np.ndarray:
-    """Integers in the smallest type that holds them all; floats as float32."""
+    """The values in a smaller type: integers in the smallest type that holds them, floats in
+    float32."""
     values = np.asarray(values)
     if values.dtype.kind == "f":
         return values.astype(np.float32)
     least, most = (int(values.min()), int(values.max())) if values.size else (0, 0)
-    # a signed type that holds -m - 1 holds m too
+    # a signed type that holds -m - 1 also holds m
     return values.astype(np.min_scalar_type(min(least, -most - 1) if least < 0 else most))
 
 
 def no_labels(split: str) -> BadInput:
-    """The error for a split that cannot be scored."""
+    """The error for a split that cannot be scored because it has no labels."""
     return BadInput(f"the split {split!r} has no labels to score against; give another split=")
 
 
 def check_finite(values: np.ndarray, what: str) -> None:
-    """Raise Failure naming the rows of `values`, (N,) or (N, K), that are not finite. `what` says
-    what the values are."""
+    """Raise Failure if `values`, (N,) or (N, K), are not all finite. The message begins with `what`
+    and names the rows."""
     bad = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1))
     if len(bad):
         count = f"{len(bad):,} of {len(values):,} rows"
@@ -401,7 +408,7 @@ def texts(column: Ragged) -> list[str]:
 
 
 def of_rows(split: Split) -> Table:
-    """Columns that identify each row: its texts as they were read, or its number, and its id."""
+    """Columns that identify each row: its texts as they were read (or its number), and its id."""
     known = [name for name in ("input", "input_b", "id") if name in split.columns]
     number = {} if "input" in known else {"row": [str(row) for row in range(split.rows)]}
     return number | {name: texts(split.columns[name]) for name in known}
