@@ -133,9 +133,12 @@ class Recorder:
         if self._is_blocking_copy(name, given, made, args, kwargs):
             self.waits["a blocking copy"] += 1
         if launches(operation, name) and on_cuda([*given, *made]):
-            unique = {id(t): t for t in [*given, *made]}.values()
-            cast = name in ("_to_copy", "copy_") and len({t.dtype for t in [*given, *made]}) > 1
-            self.operations.append(Operation(name, sum(map(size, unique)), name in PRODUCTS, cast))
+            unique = {id(t): t for t in [*given, *made]}
+            if name in PARTIAL:  # they touch as many elements of the first as of the last
+                unique[id(given[0])] = given[-1] if name == "scatter_" else made[0]
+            cast = name in CASTS and len({t.dtype for t in [*given, *made]}) > 1
+            moved = sum(map(size, unique.values()))
+            self.operations.append(Operation(name, moved, name in PRODUCTS, cast))
         return result
 
     @staticmethod
@@ -153,6 +156,8 @@ class Recorder:
 
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal"}
+CASTS = {"_to_copy", "copy_", "_foreach_copy_"}  # if their tensors differ in type
+PARTIAL = {"embedding", "gather", "index_select", "scatter_"}  # touch a part of a tensor
 PRODUCTS = {
     *("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"),
     *("_flash_attention_forward", "_flash_attention_backward"),

@@ -43,6 +43,16 @@ def test_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
     assert waits == expected
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this PyTorch has a CUDA device")
+def test_a_step_launches_few_kernels(tmp_path: Path) -> None:
+    """Without torch.compile, which fuses many of them."""
+    process = fake_cuda.start("benchmarks.launches", tmp_path)
+    out, _ = process.communicate(timeout=240)
+    cells = next(line for line in out.splitlines() if "BERT-base" in line).split(" | ")
+    assert int(cells[1]) <= 612
+    assert int(cells[2]) <= 120
+
+
 def test_the_first_hour_survives_a_part_that_fails(tmp_path: Path) -> None:
     arguments = ["--rehearse", "--only", "waits", "ranks", "--fail", "ranks"]
     ended = command("-m", "benchmarks.first_hour", *arguments, "--output", tmp_path)
