@@ -448,7 +448,7 @@ def test_one_pass_equals_the_plain_way(shape: tuple[int, ...], dtype: torch.dtyp
     )
     wanted_total = losses.sum()
     given = case.inputs(dtype)
-    total, _ = one_pass(*given, targets)
+    total, _ = one_pass(given[0], given[1], given[2], targets)
     assert total.dtype == wide
     bound = 3 * ERRORS[dtype]
     assert float((total - wanted_total).abs().detach()) <= bound * float(losses.detach().norm())
@@ -476,7 +476,7 @@ def test_one_pass_counts_the_right_predictions_and_takes_far_logits(dtype: torch
 
 def test_one_pass_refuses_a_second_derivative() -> None:
     given = of_vocabulary(4, 6, 9).inputs(SINGLE)
-    total, _ = one_pass(*given, torch.arange(4))
+    total, _ = one_pass(given[0], given[1], given[2], torch.arange(4))
     with pytest.raises(RuntimeError, match="has no second derivative"):
         torch.autograd.grad(total, given, create_graph=True)
 
