@@ -153,12 +153,19 @@ def _host_memory() -> Iterator[None]:
 
 @dataclass
 class Operation:
-    """One operation on the fake device. `bytes` counts what it reads and writes."""
+    """One operation on the fake device. `reads` and `writes` hold the bytes of each piece of memory
+    that it touches; the keys tell the pieces apart."""
 
     name: str
-    bytes: int
+    reads: dict[int, int]
+    writes: dict[int, int]
     is_product: bool
     is_cast: bool
+
+    @property
+    def bytes(self) -> int:
+        """What it reads and writes; a tensor that it changes counts once."""
+        return sum({**self.reads, **self.writes}.values())
 
 
 class Recorder:
@@ -168,6 +175,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
+        self.kept: list[Any] = []  # memory; if it were freed, other memory could get its key
         self.waits: Counter[str] = Counter()
         self.collectives: list[str] = []
 
@@ -209,10 +217,29 @@ class Recorder:
         if self._is_blocking_copy(name, given, made, args, kwargs):
             self.waits["a blocking copy"] += 1
         if launches(operation, name) and on_cuda([*given, *made]):
-            unique = {id(t): t for t in [*given, *made]}.values()
-            cast = name in ("_to_copy", "copy_") and len({t.dtype for t in [*given, *made]}) > 1
-            self.operations.append(Operation(name, sum(map(size, unique)), name in PRODUCTS, cast))
+            cast = name in CASTS and len({t.dtype for t in [*given, *made]}) > 1
+            reads, writes = self._touched(given), self._touched(made)
+            if name in PARTIAL:
+                reads[self._key(given[0])] = size(made[0])
+            if name == "scatter_":  # the result is its first argument
+                reads |= (writes := {self._key(made[0]): size(given[-1])})
+            self.operations.append(Operation(name, reads, writes, name in PRODUCTS, cast))
         return result
+
+    def _touched(self, tensors: list[Tensor]) -> dict[int, int]:
+        """The bytes of each piece of memory that the tensors show."""
+        pieces: dict[int, int] = {}
+        for tensor in tensors:
+            if tensor.device.type == "cuda":
+                whole = tensor.untyped_storage().nbytes()
+                key = self._key(tensor)
+                pieces[key] = min(pieces.get(key, 0) + size(tensor), whole)
+        return pieces
+
+    def _key(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        self.kept.append(storage)
+        return int(storage._cdata)
 
     @staticmethod
     def _is_blocking_copy(
@@ -230,6 +257,8 @@ class Recorder:
 
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal"}
+CASTS = {"_to_copy", "copy_", "_foreach_copy_"}  # if their tensors differ in type
+PARTIAL = {"embedding", "gather", "index_select"}  # read as much as they write
 PRODUCTS = {
     *("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"),
     *("_flash_attention_forward", "_flash_attention_backward"),

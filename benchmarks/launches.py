@@ -15,8 +15,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from benchmarks import fake_cuda
+
+if TYPE_CHECKING:
+    from xformer.model.config import ModelConfig
+    from xformer.tasks.task import Task
 
 # layers, hidden size, heads, inner size of the MLP
 MODELS = {
@@ -48,27 +53,48 @@ def main() -> None:
                 print(Counter(one.name for one in seen.operations))
 
 
+def config(layers: int, hidden: int, heads: int, intermediate: int) -> ModelConfig:
+    """A model of this shape."""
+    from xformer.model.config import ModelConfig
+
+    return ModelConfig(
+        vocab_size=VOCABULARY,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        intermediate=intermediate,
+    )
+
+
+def task(name: str) -> Task:
+    """The task of a step: "mlm", or "classify" with two classes."""
+    from xformer.tasks.known import task_of
+    from xformer.tasks.task import Head
+
+    made = task_of(Head(name, ("a", "b") if name == "classify" else ()))
+    assert made is not None
+    return made
+
+
 def step(
-    layers: int, hidden: int, heads: int, intermediate: int, rows: int, length: int
+    layers: int,
+    hidden: int,
+    heads: int,
+    intermediate: int,
+    rows: int,
+    length: int,
+    trained: Task | None = None,
 ) -> fake_cuda.Recorder:
-    """The operations that a pre-training step of this shape runs on a GPU."""
+    """The operations that a training step of this shape runs on a GPU, by default of MLM."""
     import torch
 
     from benchmarks import bare
-    from xformer.model.config import ModelConfig
-    from xformer.tasks.mlm import MLM
-    from xformer.tasks.task import Head, Model
+    from xformer.tasks.task import Model
 
     with fake_cuda.device():
-        config = ModelConfig(
-            vocab_size=VOCABULARY,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            intermediate=intermediate,
-        )
         with torch.device("cuda"):
-            model = Model(config, MLM(Head("mlm"))).train()
+            shape = config(layers, hidden, heads, intermediate)
+            model = Model(shape, trained or task("mlm")).train()
         batch = bare.full_rows(rows, length, MASKED, VOCABULARY)
         trainer = bare.Trainer(model, "system.precision=bf16")
         with fake_cuda.Recorder() as seen:

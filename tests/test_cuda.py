@@ -111,6 +111,16 @@ def test_eight_ranks_take_steps(library: Path) -> None:
     assert not seen
 
 
+@no_device
+def test_a_step_launches_few_kernels(library: Path) -> None:
+    """Without torch.compile, which fuses many of them."""
+    process = fake_cuda.start("benchmarks.launches", library)
+    out, _ = process.communicate(timeout=240)
+    cells = next(line for line in out.splitlines() if "BERT-base" in line).split(" | ")
+    assert int(cells[1]) <= 600
+    assert int(cells[2]) <= 120
+
+
 def test_the_first_hour_survives_a_part_that_fails(tmp_path: Path) -> None:
     arguments = ["--rehearse", "--only", "waits", "ranks", "--fail", "ranks"]
     ended = command("-m", "benchmarks.first_hour", *arguments, "--output", tmp_path)

@@ -29,7 +29,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "xformer.ops.native",
         "xformer.ops.library",
     ),
-    "Operations that other operations use.": ("xformer.ops.dropout", "xformer.ops.padding"),
+    "Operations that other operations use.": (
+        "xformer.ops.cast_weights",
+        "xformer.ops.dropout",
+        "xformer.ops.padding",
+    ),
     "Operations of the model.": (
         "xformer.ops.add_norm",
         "xformer.ops.attention",

@@ -14,11 +14,13 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from xformer.data.batch import Batch
 from xformer.model.config import ModelConfig
 from xformer.ops.add_norm import add_norm
 from xformer.ops.attention import Layout, attention
+from xformer.ops.cast_weights import cast_weights
 from xformer.ops.dropout import dropout
 from xformer.ops.padding import pad_rows
 
@@ -172,9 +174,10 @@ class Encoder(nn.Module):
         batch, places = _padded(batch), None if places is None else pad_rows(places)
         x = self.embeddings(batch)  # (T, C)
         for i in range(self.config.layers):
-            layer = self.layers[i % len(self.layers)]  # ALBERT has one layer for all
-            last = i == self.config.layers - 1
-            x = layer(x, layout, places if last else None)
+            if i < len(self.layers):  # ALBERT has one layer for all
+                layer, weights = self.layers[i], cast_weights(self.layers[i])  # bf16, or none
+            inputs = x, layout, places if i == self.config.layers - 1 else None
+            x = functional_call(layer, weights, inputs, tie_weights=False)
         x = x if len(x) == count else x[:count]  # without the padding
         return x if self.final_norm is None else self.final_norm(x)
 

@@ -209,7 +209,7 @@ def _flash(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
     out = torch.ops.aten._flash_attention_forward(
         q, k, v, ends, ends, longest, longest, dropout, False, False, scale=1 / math.sqrt(D)
     )[0]
-    return out.narrow(2, 0, D)
+    return out if out.size(2) == D else out.narrow(2, 0, D)  # a view costs a kernel backward
 
 
 def _efficient(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:

@@ -158,7 +158,7 @@ def refuse_second_derivative(name: str) -> None:
     """Raise RuntimeError if this backward pass records a graph (create_graph=True)."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{name} has no second derivative in C++; compute it within ops.native.only_plain()"
+            f"the fast {name} has no second derivative; compute it within ops.native.only_plain()"
         )
 
 

@@ -1,0 +1,56 @@
+"""The weights of a layer in the type of autocast, cast together.
+
+Autocast casts every weight and every bias by a kernel of its own, and the backward pass does the
+same with their gradients: 16 launches a layer, most of which take longer than the work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def cast_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The weights of a module's linear layers in the type of autocast, by their names in the
+    module. Empty without autocast.
+
+    One kernel casts all of them, and in the backward pass one kernel casts their gradients back,
+    before these are added to the gradients of other micro-batches and ranks. Frozen weights are
+    left to autocast: they need no gradient.
+    """
+    weights = {
+        f"{path}.{name}": weight
+        for path, part in module.named_modules()
+        if isinstance(part, nn.Linear)
+        for name, weight in part.named_parameters()
+        if weight.requires_grad and weight.dtype == torch.float32
+    }
+    dtype = autocast_type(next(iter(weights.values())).device) if weights else None
+    if dtype is None:
+        return {}
+    return dict(zip(weights, Cast.apply(dtype, *weights.values()), strict=True))
+
+
+def autocast_type(device: torch.device) -> torch.dtype | None:
+    """The type in which autocast computes matrix products on a device; None without autocast."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None
+
+
+class Cast(torch.autograd.Function):
+    """Tensors of one type in another type. The gradient is cast back."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtype = tensors[0].dtype
+        results = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+        torch._foreach_copy_(results, tensors)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *Cast.apply(ctx.dtype, *gradients)
