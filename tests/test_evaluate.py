@@ -21,7 +21,7 @@ from xformer.data.store import open_store
 from xformer.data.vocabularies import symbols
 from xformer.data.writing import create_store
 from xformer.evaluate import EvaluateConfig, parse_arguments
-from xformer.parallel.processes import slow_precision
+from xformer.parallel.precision import speed_note
 from xformer.tasks import classify
 
 Runs = dict[str, Path]
@@ -185,7 +185,7 @@ def test_every_form_knows_precision(forks: Forks, data: Toys, learned: Runs) -> 
             for precision in ("fp32", "bf16")
         ]
         shown.append([one.out for one in done])
-        slow = slow_precision(torch.device("cpu"), "bf16")
+        slow = speed_note(torch.device("cpu"), "bf16")
         assert slow in done[1].err
         assert "bf16" not in done[0].err
     scores = [[float(row[0]) for row in table(out)] for out in shown[1]]

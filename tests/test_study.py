@@ -61,12 +61,14 @@ recipe = "{ROOT}/recipes/pretrain/smoke.toml"
 settings.data = "{{made.letters}}"
 settings.model = {{ hidden = 16, intermediate = 16, layers = 1 }}
 settings.train = {{ steps = 4 }}
+settings.system.precision = "fp32"
 
 [stages.finetune]
 recipe = "{ROOT}/recipes/finetune/classify.toml"
 settings.data = "{{made.task}}"
 settings.init = "{{stage.pretrain}}"
 settings.train.epochs = 1
+settings.system.precision = "fp32"
 vary.seed = [0, 1]
 vary.start.pretrained = {{}}
 vary.start.scratch = {{ surgery = [{{ op = "clean" }}] }}

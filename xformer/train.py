@@ -32,6 +32,7 @@ from xformer.ops import native
 from xformer.optim import clip_and_step, gradient_norm
 from xformer.parallel import processes
 from xformer.parallel.feed import Step
+from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import Ranks
 from xformer.parallel.replicas import Replicas
 from xformer.predictions import write
@@ -62,6 +63,7 @@ def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
     """
     # what the recipe names, and how far the run got
     setup = prepare(recipe, ranks)
+    recipe = setup.recipe  # system.precision is settled
     run, config = open_run(setup)
     if ranks.on_rank_zero(lambda: kept_only_weights(run.path)):
         ranks.on_rank_zero(run.verify_selected)
@@ -97,10 +99,10 @@ def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
             announce_changes(setup, run, state, config, monitor)
         else:
             announce(setup, model, monitor)
-        slow = processes.slow_precision(ranks.device, recipe.system.precision)
+        slower = speed_note(ranks.device, recipe.system.precision, recipe.system.tf32)
         trajectory = setup.trajectory.announcement(run.path, state.step)
-        for note in filter(None, (damage, slow, native.note(ranks.device), trajectory)):
-            monitor.say(note)
+        notes = (damage, setup.precision, slower, native.note(ranks.device), trajectory)
+        monitor.say(*filter(None, notes))
         monitor.text("config", json.dumps(recipe.model_dump(mode="json"), indent=1))
         feed = setup.feed()
         with (
