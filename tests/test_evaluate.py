@@ -59,6 +59,7 @@ def test_scores_are_those_of_the_run(
             "data": str(store),
             "split": split,
             "rows": open_store(store).split(split).rows,
+            "precision": "fp32",
             "metrics": expected[split],
         }
         shown = [f"{split} {metric} {value:.4f}" for metric, value in expected[split].items()]
@@ -347,7 +348,7 @@ def test_out_may_be_a_pipe_or_a_link(
 def test_as_a_user_types_it(data: Toys, learned: Runs) -> None:
     done = good(command("evaluate.py", learned["classes"], f"data={data.classes}"))
     assert done.out.startswith("test loss ")
-    assert done.err == ""
+    assert done.err == "precision fp32 (as in training)\n"
     lines = good(command("evaluate.py", "--help")).out.splitlines()
     assert max(map(len, lines)) <= 100
     for key in all_keys(EvaluateConfig):

@@ -204,10 +204,17 @@ def test_evaluation_has_the_precision_of_training(forks: Forks, data: Toys, tmp_
     for name, machine in (("bf16", WITH), ("fp32", WITHOUT)):
         run, out = tmp_path / name, tmp_path / "out.json"
         good(forks.run(*training(SMOKE, data.text, run, *AUTO), before=machine))
-        line = ["evaluate.py", run, f"data={data.text}", "split=valid", f"out={out}"]
+        line: list[str | Path] = [
+            "evaluate.py",
+            run,
+            f"data={data.text}",
+            "split=valid",
+            f"out={out}",
+        ]
         for elsewhere in (WITH, WITHOUT):
             done = good(forks.run(*line, "system.threads=1", before=elsewhere))
             assert f"precision {name} (as in training)" in done.err
+            assert read_json(out)["precision"] == name
             assert read_json(out)["metrics"] == read_json(run / "result.json")["metrics"]["valid"]
     fresh = checkpoints.load(tmp_path / "fp32")
     foreign = tmp_path / "foreign"  # imported, and never trained here

@@ -1372,7 +1372,8 @@ def test_stages_of_one_study_share_runs(file: Path, data: Path, tmp_path: Path) 
     more = (
         f'[stages.again]\nrecipe = "{ROOT}/recipes/finetune/classify.toml"\n'
         'settings = {data = "{made.task}", init = "{stage.pretrain}", train = {epochs = 1}, '
-        "optim = {lr = 1e-5}}\nvary.seed = [0, 1]\nvary.what.same = {}\n"
+        'optim = {lr = 1e-5}, system = {precision = "fp32"}}\n'
+        "vary.seed = [0, 1]\nvary.what.same = {}\n"
         '[[tables]]\nname = "again"\ntitle = "Again"\nstage = "again"\nrows = "what"\n'
         'columns = "seed"\n[[tables]]'
     )

@@ -232,6 +232,7 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
             "data": config.data,
             "split": config.split,
             "rows": assembler.split.rows,
+            "precision": config.system.precision,
             "metrics": scores.metrics,
         }
         write_text(Path(config.out), json.dumps(result, indent=1) + "\n")
