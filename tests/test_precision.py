@@ -314,6 +314,12 @@ def test_the_picture_and_its_numbers(tmp_path: Path) -> None:
     assert (tmp_path / "precision.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("case", [*benchmark.CURVES.values(), *benchmark.SPEED.values()])
+def test_every_recipe_of_the_benchmark_is_read(case: benchmark.Case) -> None:
+    read = settings.load(Recipe, [*case.recipe, "data=d", "run=r", "system.precision=bf16"])
+    assert read.system.precision == "bf16"
+
+
 def test_contestants_take_turns() -> None:
     order: list[str] = []
     work = {name: [lambda name=name: order.append(name)] for name in ("a", "b")}
