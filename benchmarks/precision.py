@@ -73,7 +73,7 @@ class Case:
 
 CURVES = {
     "MLM, Wikipedia, fresh weights": Case(
-        "text", ("pretrain/demo", "train.steps=500", "batch.tokens=1024"), "loss"
+        "text", ("pretrain/demo", "optim.lr=1e-3", "train.steps=500", "batch.tokens=1024"), "loss"
     ),
     "SST-2": Case("sst2", (CLASSIFY, *TUNED, "fraction=0.06"), "accuracy"),
     "STS-B, MiniLM": Case(
@@ -190,7 +190,7 @@ def differences(runs: dict[str, Any]) -> dict[str, float]:
 
 def draw(panels: dict[str, Any]) -> Any:
     """The picture: one panel for each training."""
-    figure = style.new_figure(9, 5.6)
+    figure = style.new_figure(8, 5)
     for axes, (title, panel) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         loss: dict[str, Curve] = {name: made["loss"] for name, made in panel["runs"].items()}
         steps = [step for step, _ in loss["fp32 seed 0"]]
@@ -202,7 +202,6 @@ def draw(panels: dict[str, Any]) -> Any:
             values = [x for _, x in loss[f"{precision} seed 0"]]
             axes.plot(steps, values, dashes, color=colour, lw=1.3, label=f"{precision}, seed 0")
         axes.set_title(title, loc="left")
-        axes.set_ylim(bottom=None if min(low) > 1 else 0)
         axes.set_xlabel("step")
         axes.set_ylabel("training loss")
     figure.axes[0].legend()

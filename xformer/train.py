@@ -63,8 +63,8 @@ def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
     """
     # what the recipe names, and how far the run got
     setup = prepare(recipe, ranks)
-    recipe = setup.recipe  # system.precision is settled
     run, config = open_run(setup)
+    recipe = setup.recipe  # with the settled precision
     if ranks.on_rank_zero(lambda: kept_only_weights(run.path)):
         ranks.on_rank_zero(run.verify_selected)
         _leave(setup, run)
@@ -99,10 +99,10 @@ def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
             announce_changes(setup, run, state, config, monitor)
         else:
             announce(setup, model, monitor)
-        slower = speed_note(ranks.device, recipe.system.precision, recipe.system.tf32)
-        trajectory = setup.trajectory.announcement(run.path, state.step)
-        notes = (damage, setup.precision, slower, native.note(ranks.device), trajectory)
-        monitor.say(*filter(None, notes))
+        slow = speed_note(ranks.device, recipe.system.precision, recipe.system.tf32)
+        notes = (damage, setup.precision, slow, native.note(ranks.device))
+        kept = setup.trajectory.announcement(run.path, state.step)
+        monitor.say(*filter(None, (*notes, kept)))
         monitor.text("config", json.dumps(recipe.model_dump(mode="json"), indent=1))
         feed = setup.feed()
         with (

@@ -107,7 +107,7 @@ class Plan:
     """
 
     def __init__(self, study: Study, root: Path, paths: dict[str, str], kept: Path | None = None):
-        self.study, self.root, self.kept = study, root, kept
+        self.study, self.root, self.kept, self.fast = study, root, kept, fast_here()
         for name in paths:
             if name not in study.needs:
                 known = ", ".join(study.needs) or "none"
@@ -264,19 +264,17 @@ class Plan:
         """The precision of a run, and its key. `auto` takes the precision of a run that is already
         here or kept, or else the fast one of this machine."""
         recipe = validate(Recipe, {**by_key, "run": "-"})
-        fast, options = recipe.system.precision, []
-        if fast == "auto":
-            fast = fast_here()
-            options = ["fp32" if fast == "bf16" else "bf16"]
+        auto = ("bf16", "fp32") if self.fast == "bf16" else ("fp32", "bf16")
+        chosen = recipe.system.precision
         keys = {}
-        for precision in (fast, *options):
+        for precision in auto if chosen == "auto" else (chosen,):
             system = recipe.system.model_copy(update={"precision": precision})
             content = identity(recipe.model_copy(update={"system": system}))
             if processes > 1:
                 content["processes"] = processes
             keys[precision] = content_key(content)
         there = [precision for precision, key in keys.items() if self._there(key)]
-        precision = (*there, fast)[0]
+        precision = (*there, *keys)[0]
         return precision, keys[precision]
 
     def _there(self, key: str) -> bool:
