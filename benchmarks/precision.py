@@ -190,7 +190,7 @@ def differences(runs: dict[str, Any]) -> dict[str, float]:
 
 def draw(panels: dict[str, Any]) -> Any:
     """The picture: one panel for each training."""
-    figure = style.new_figure(8, 5)
+    figure = style.new_figure(7.6, 4.8)
     for axes, (title, panel) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         loss: dict[str, Curve] = {name: made["loss"] for name, made in panel["runs"].items()}
         steps = [step for step, _ in loss["fp32 seed 0"]]
