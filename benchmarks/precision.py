@@ -76,7 +76,7 @@ CURVES = {
         "text", ("pretrain/demo", "optim.lr=1e-3", "train.steps=500", "batch.tokens=1024"), "loss"
     ),
     "SST-2": Case("sst2", (CLASSIFY, *TUNED, "fraction=0.06"), "accuracy"),
-    "STS-B, MiniLM": Case(
+    "STS-B, MiniLM (sentence-tuned)": Case(
         "stsb-minilm",
         (REGRESS, *TUNED, f"init={MINILM}", "optim.lr=1e-4", "fraction=0.25"),
         "spearman",
@@ -85,10 +85,12 @@ CURVES = {
 }
 LINES = ("benchmarks/mlm.toml", f"init={MINILM}")
 SPEED = {
-    "MiniLM, MLM, 32 lines": Case("text-minilm", (*LINES, "batch.rows=32")),
-    "MiniLM, MLM, 4,096 tokens": Case("text-minilm", (*LINES, "batch.tokens=4096")),
-    "MiniLM, SST-2, 32 rows": Case("sst2-minilm", (CLASSIFY, f"init={MINILM}")),
-    "MiniLM, STS-B, 4 rows": Case("stsb-minilm", (REGRESS, f"init={MINILM}", "batch.rows=4")),
+    "MiniLM's size, MLM, 32 lines": Case("text-minilm", (*LINES, "batch.rows=32")),
+    "MiniLM's size, MLM, 4,096 tokens": Case("text-minilm", (*LINES, "batch.tokens=4096")),
+    "MiniLM's size, SST-2, 32 rows": Case("sst2-minilm", (CLASSIFY, f"init={MINILM}")),
+    "MiniLM's size, STS-B, 4 rows": Case(
+        "stsb-minilm", (REGRESS, f"init={MINILM}", "batch.rows=4")
+    ),
     "micro, MLM, 4,096 tokens": Case("text", ("pretrain/micro",)),
     "micro, MLM, 512 tokens": Case("text", ("pretrain/micro", "batch.tokens=512")),
     "micro, SST-2, 32 rows": Case("sst2", (CLASSIFY, f"init={MICRO}")),
