@@ -28,6 +28,8 @@ from xformer.run import State
 from xformer.tasks.task import Model
 from xformer.train import loop
 
+PLAIN = ("pretrain/smoke", "data=none", "run=none", "system.precision=fp32")
+
 
 class Session:
     """The part of a session that the loop needs. Nothing is ever due: no log, no checkpoint."""
@@ -67,11 +69,12 @@ class Session:
 
 
 class Trainer:
-    """A model and its optimizer, trained by the project's own loop. `settings` are those of a
-    recipe, such as "optim.name=adam". With a `feed` it is one of the feed's ranks."""
+    """A model and its optimizer, trained in fp32 by the project's own loop. `settings` are those of
+    a recipe, such as "optim.name=adam" or "system.precision=bf16". With a `feed` it is one of the
+    feed's ranks."""
 
     def __init__(self, model: Model, *settings: str, feed: Feed | None = None):
-        self.recipe = load(Recipe, ["pretrain/smoke", "data=none", "run=none", *settings])
+        self.recipe = load(Recipe, [*PLAIN, *settings])
         device = next(model.parameters()).device
         self.ranks = Ranks(0, 1, device) if feed is None else feed.ranks
         self.optimizer = optim.build(model, self.recipe.optim)

@@ -99,6 +99,7 @@ SHORT = {
     "train.validate_every": 20,
     "train.select": "last",
     "system.threads": 1,
+    "system.precision": "fp32",
 }
 
 

@@ -107,6 +107,7 @@ def train(runs: int, spins: int, folder: Path, arguments: argparse.Namespace) ->
         "train.log_every": max(1, arguments.steps // 20),
         "train.keep_state": "false",
         "system.threads": 2,
+        "system.precision": "fp32",
         "overwrite": "true",
     }
     line = [sys.executable, "train.py", "recipes/pretrain/smoke.toml"]

@@ -37,6 +37,7 @@ TINY = [
     "batch.rows=8",
     "batch.max_tokens=20",
     "system.threads=1",
+    "system.precision=fp32",  # the same numbers on every machine
     "optim.lr=1e-3",
 ]
 NO_DROPOUT = ["model.dropout=0", "model.attention_dropout=0"]

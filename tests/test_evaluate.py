@@ -21,7 +21,7 @@ from xformer.data.store import open_store
 from xformer.data.vocabularies import symbols
 from xformer.data.writing import create_store
 from xformer.evaluate import EvaluateConfig, parse_arguments
-from xformer.parallel.processes import slow_precision
+from xformer.parallel.precision import speed_note
 from xformer.tasks import classify
 
 Runs = dict[str, Path]
@@ -61,6 +61,7 @@ def test_scores_are_those_of_the_run(
             "data": str(store),
             "split": split,
             "rows": open_store(store).split(split).rows,
+            "precision": "fp32",
             "metrics": expected[split],
         }
         shown = [f"{split} {metric} {value:.4f}" for metric, value in expected[split].items()]
@@ -190,7 +191,7 @@ def test_every_form_knows_precision(forks: Forks, data: Toys, learned: Runs) -> 
             for precision in ("fp32", "bf16")
         ]
         shown.append([one.out for one in done])
-        slow = slow_precision(torch.device("cpu"), "bf16")
+        slow = speed_note(torch.device("cpu"), "bf16")
         assert slow in done[1].err
         assert "bf16" not in done[0].err
     scores = [[float(row[0]) for row in table(out)] for out in shown[1]]
@@ -353,7 +354,7 @@ def test_out_may_be_a_pipe_or_a_link(
 def test_as_a_user_types_it(data: Toys, learned: Runs) -> None:
     done = good(command("evaluate.py", learned["classes"], f"data={data.classes}"))
     assert done.out.startswith("test loss ")
-    assert done.err == ""
+    assert done.err == "precision fp32 (as in training)\n"
     lines = good(command("evaluate.py", "--help")).out.splitlines()
     assert max(map(len, lines)) <= 100
     for key in all_keys(EvaluateConfig):

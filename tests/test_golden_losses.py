@@ -79,6 +79,7 @@ BASE = {
     "train.select": "last",
     "train.keep_state": "false",
     "system.threads": 1,
+    "system.precision": "fp32",
 }
 
 Case = tuple[str, dict[str, Any]]  # the store, and settings over those of BASE

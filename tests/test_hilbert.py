@@ -35,7 +35,7 @@ TOKENIZER = symbols(LETTERS)
 BASES = tuple(TOKENIZER.pieces.index(letter) for letter in "ACGT")
 ROWS = ["ACGTTGCA" * 7, "AC", "GATTACA", "ACGNTTGACSRA", "", "T" * 60]
 RECIPE = "recipes/finetune/hilbert-cnn.toml"
-SMALL = ["model.kmer=2", "batch.rows=20", "system.threads=1"]
+SMALL = ["model.kmer=2", "batch.rows=20", "system.threads=1", "system.precision=fp32"]
 
 
 @pytest.fixture(autouse=True, scope="module")

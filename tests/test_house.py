@@ -57,6 +57,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "All tasks by name.": ("xformer.tasks.known",),
     "Weights with everything that is needed to use them.": ("xformer.checkpoint",),
     "Detecting lost ranks.": ("xformer.parallel.watch",),
+    "Which precision is fast on a device.": ("xformer.parallel.precision",),
     "Ranks and devices.": ("xformer.parallel.processes",),
     "One model on several ranks, batches on their way to the device, and compiled code.": (
         "xformer.parallel.compiled",

@@ -47,7 +47,9 @@ KEYS = {
 
 
 def recipe(line: str, data: str = "d") -> Recipe:
-    return validate(Recipe, parse_overrides(Recipe, [f"data={data}", "run=-", *line.split()]))
+    """A recipe in fp32, which was the default when the keys were computed."""
+    settings = [f"data={data}", "run=-", "system.precision=fp32", *line.split()]
+    return validate(Recipe, parse_overrides(Recipe, settings))
 
 
 def key(line: str, data: str = "d") -> str:

@@ -94,7 +94,7 @@ def test_finished_results_of_studies_stay_valid() -> None:
     """Their keys were computed before the defaults depended on the optimizer."""
 
     def key(*overrides: str) -> str:
-        given = [str(ROOT / CLASSIFY), "data=x", "run=-", *overrides]
+        given = [str(ROOT / CLASSIFY), "data=x", "run=-", "system.precision=fp32", *overrides]
         return content_key(identity(load(Recipe, given)))
 
     assert key() == "0c29172d3cd22bb9"

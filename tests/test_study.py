@@ -63,12 +63,14 @@ recipe = "{ROOT}/recipes/pretrain/smoke.toml"
 settings.data = "{{made.letters}}"
 settings.model = {{ hidden = 16, intermediate = 16, layers = 1 }}
 settings.train = {{ steps = 4 }}
+settings.system.precision = "fp32"
 
 [stages.finetune]
 recipe = "{ROOT}/recipes/finetune/classify.toml"
 settings.data = "{{made.task}}"
 settings.init = "{{stage.pretrain}}"
 settings.train.epochs = 1
+settings.system.precision = "fp32"
 vary.seed = [0, 1]
 vary.start.pretrained = {{}}
 vary.start.scratch = {{ surgery = [{{ op = "clean" }}] }}
@@ -1381,7 +1383,8 @@ def test_stages_of_one_study_share_runs(file: Path, data: Path, tmp_path: Path) 
     more = (
         f'[stages.again]\nrecipe = "{ROOT}/recipes/finetune/classify.toml"\n'
         'settings = {data = "{made.task}", init = "{stage.pretrain}", train = {epochs = 1}, '
-        "optim = {lr = 1e-5}}\nvary.seed = [0, 1]\nvary.what.same = {}\n"
+        'optim = {lr = 1e-5}, system = {precision = "fp32"}}\n'
+        "vary.seed = [0, 1]\nvary.what.same = {}\n"
         '[[tables]]\nname = "again"\ntitle = "Again"\nstage = "again"\nrows = "what"\n'
         'columns = "seed"\n[[tables]]'
     )

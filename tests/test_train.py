@@ -36,7 +36,8 @@ from xformer.config import all_keys, load
 from xformer.data.batch import Batch, Workload
 from xformer.data.files import read_json
 from xformer.monitor import SILENT
-from xformer.parallel.processes import ALONE, Ranks, slow_precision
+from xformer.parallel.precision import speed_note
+from xformer.parallel.processes import ALONE, Ranks
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
 
@@ -417,7 +418,7 @@ def test_raised_steps_continue_and_other_settings_are_refused(
     assert not (run / "result.json").exists()
     done = good(forks.run(*longer, "system.precision=bf16"))
     assert "continuing" in done.err
-    assert slow_precision(torch.device("cpu"), "bf16") in done.err  # if there is such a line
+    assert speed_note(torch.device("cpu"), "bf16") in done.err  # if there is such a line
     assert result(run)["selected"] == "checkpoints/step_30"
     steps = [record["step"] for record in log(run) if record["event"] == "train"]
     assert steps == [3, 6, 9, 12, 15, 20, 25, 30]

@@ -114,10 +114,11 @@ def _convolutions(config: ModelConfig, task: Task | None) -> list[int]:
 
 
 def peak_flops(device: str, precision: str) -> float | None:
-    """The peak of a device in operations per second, or None if its name is not known."""
+    """The peak of a device in operations per second, by its name; None if it is not known.
+    `precision` is bf16, fp32 or tf32. On all these GPUs TF32 has half the peak of bf16."""
     for name, half, full in PEAKS:
         if name in device:
-            return 1e12 * (half if precision == "bf16" else full)
+            return 1e12 * {"bf16": half, "tf32": half / 2, "fp32": full}[precision]
     return None
 
 

@@ -32,6 +32,7 @@ from xformer.data.tokenizers import Tokenizer
 from xformer.ops import native
 from xformer.parallel import processes
 from xformer.parallel.feed import to_device
+from xformer.parallel.precision import reason_for_bf16, speed_note
 from xformer.parallel.processes import ALONE, Ranks, SystemConfig
 from xformer.predictions import FOLDER, write
 from xformer.run import is_run
@@ -123,8 +124,9 @@ def main(write_rows: WriteRows | None = None) -> None:
         checkpoint = checkpoints.load(arguments[0])
         ranks = processes.start(config.system)
         provenance.refuse_unlike_ranks(ranks)
-        slow = processes.slow_precision(ranks.device, config.system.precision)
-        for note in filter(None, (slow, native.note(ranks.device))):
+        config, precision = settled(config, checkpoint, ranks)
+        slower = speed_note(ranks.device, config.system.precision, config.system.tf32)
+        for note in filter(None, (slower, native.note(ranks.device))):
             if ranks.rank == 0:
                 say(note, error=True)
         if config.data is not None:
@@ -133,6 +135,8 @@ def main(write_rows: WriteRows | None = None) -> None:
             _fill_masks(checkpoint, config, ranks)
         elif ranks.rank == 0:
             _predict_file(checkpoint, config, ranks, write_rows)
+        if precision and ranks.rank == 0:  # last, because an error is a single line
+            say(precision, error=True)
 
 
 def parse_arguments(arguments: list[str]) -> EvaluateConfig:
@@ -156,6 +160,28 @@ def parse_arguments(arguments: list[str]) -> EvaluateConfig:
         if output:
             _check_writable(Path(output))
     return config
+
+
+def settled(
+    config: EvaluateConfig, checkpoint: Checkpoint, ranks: Ranks
+) -> tuple[EvaluateConfig, str]:
+    """The settings with fp32 or bf16 in place of `system.precision=auto`, and a line about it.
+
+    It is the precision in which the checkpoint was trained, so that a run is scored alike on every
+    machine. For a checkpoint that was never trained here, it is the fast one of this machine.
+    """
+    if config.system.precision != "auto":
+        return config, ""
+    trained = [record for record in checkpoint.history if record.get("op") == "train"]
+    reasons = ranks.gather(reason_for_bf16(ranks.device))
+    if trained:  # a record without a precision is one of fp32, or of an earlier version
+        precision, why = trained[-1].get("precision", "fp32"), "as in training"
+    elif all(reasons):
+        precision, why = "bf16", reasons[0]
+    else:
+        precision, why = "fp32", "bf16 is not known to be faster here"
+    system = config.system.model_copy(update={"precision": precision})
+    return config.model_copy(update={"system": system}), f"precision {precision} ({why})"
 
 
 def _check_writable(output: Path) -> None:
@@ -209,6 +235,7 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
             "data": config.data,
             "split": config.split,
             "rows": assembler.split.rows,
+            "precision": config.system.precision,
             "metrics": scores.metrics,
         }
         write_text(Path(config.out), json.dumps(result, indent=1) + "\n")

@@ -13,6 +13,7 @@ import numpy as np
 from xformer import checkpoint as checkpoints
 from xformer import provenance, trajectory
 from xformer.checkpoint import Checkpoint
+from xformer.config import flat
 from xformer.data import mapping
 from xformer.data.batch import Assembler, rows_of
 from xformer.data.errors import BadInput, typed
@@ -22,9 +23,10 @@ from xformer.data.store import Store
 from xformer.freeze import chosen, describe_frozen
 from xformer.model.config import ModelConfig
 from xformer.parallel.feed import Feed
+from xformer.parallel.precision import reason_for_bf16
 from xformer.parallel.processes import Ranks
 from xformer.recipe import Recipe
-from xformer.run import Run, State
+from xformer.run import Run, State, is_run, read_config
 from xformer.scoring import check_kind, check_task
 from xformer.surgery import registry
 from xformer.tasks.classify import balanced
@@ -43,7 +45,7 @@ class Setup:
 
     `start` holds the initial weights with the new head, `train` turns training rows into batches,
     `samples` is the order of the rows, and `metric` decides which checkpoint is the best. `notes`
-    are lines to print when the run starts.
+    are lines to print when the run starts, and `precision` is one to print at every start.
     """
 
     recipe: Recipe
@@ -54,6 +56,7 @@ class Setup:
     samples: Samples
     metric: str
     notes: list[str]
+    precision: str
     trajectory: Trajectory = field(default_factory=Trajectory)
 
     def length(self, steps: int, epochs: float) -> int:
@@ -98,20 +101,15 @@ class Setup:
 
 
 def prepare(recipe: Recipe, ranks: Ranks) -> Setup:
-    """Open and check everything that a recipe names. Writes nothing. Raises BadInput."""
+    """Open and check everything that a recipe names. Writes nothing. Raises BadInput.
+
+    The setup's recipe has fp32 or bf16 in place of `system.precision=auto`.
+    """
+    recipe, precision = settled(recipe, ranks)
     store = open_stores(recipe.data)
     for name in store.splits:
         store.split(name)  # refuses a split without rows now, not when it is scored
-    if recipe.init is not None:
-        start = checkpoints.load(recipe.init)
-        start = replace(start, config=with_settings(start.config, recipe.model))
-        for name, weight in start.weights.items():
-            if not weight.isfinite().all():
-                raise BadInput(
-                    f"init={recipe.init}: its weight {name} is not finite; give another checkpoint"
-                )
-    else:
-        start = checkpoints.fresh(recipe.model, store.tokenizer(), recipe.seed.of("weights"))
+    start = _initial(recipe, store)
     check_model(recipe, start.config)
     check_data(recipe, store.kind, store.splits, store.name)
     # before the mapping, because an operation may replace the tokenizer
@@ -125,21 +123,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Setup:
         )
     examples = split.rows // split.together
     samples = Samples(examples, recipe.seed.of("order"), recipe.fraction)
-    kind, masking = TASKS[recipe.head], recipe.masking
-    scale = _pair_scale(recipe, store)
-    head = Head(
-        recipe.head,
-        labels=tuple(store.labels) if kind.named_classes or scale else (),
-        metric=store.metric,
-        mapping=recipe.mapping,
-        max_tokens=recipe.batch.max_tokens,
-        masking=masking.probability,
-        pair="tokens_b" in split.columns,
-        pair_scale=scale,
-        columns=store.meta["origin"].get("columns"),
-        smoothing=recipe.loss.label_smoothing,
-        class_weights=_class_weights(recipe, store, samples),
-    )
+    head = _head(recipe, store, samples)
     task = task_of(head)
     assert task is not None
     check_task(store, task)
@@ -151,6 +135,80 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Setup:
         identity = np.arange(store.vocab_size)
         source, array = store.tokenizer(), identity if array is None else array
         start = replace(start, source=source, mapping=array)
+    notes = _notes(recipe, task, fresh, dropped)
+    notes += describe_frozen(start, chosen(start, recipe.train.only), fresh)
+    metric = _metric(recipe, task, store)
+    setup = Setup(recipe, ranks, store, start, train_assembler, samples, metric, notes, precision)
+    return replace(setup, trajectory=_trajectory(setup))
+
+
+def settled(recipe: Recipe, ranks: Ranks) -> tuple[Recipe, str]:
+    """The recipe with fp32 or bf16 in place of `system.precision=auto`, and a line about it.
+
+    A run that continues keeps its precision, also on another machine. A new run takes bf16 if it is
+    fast on the device of every rank.
+    """
+    chosen_by_user = recipe.system.precision
+    if chosen_by_user != "auto":
+        return recipe, f"precision {chosen_by_user}"
+    earlier = "" if recipe.overwrite else ranks.on_rank_zero(lambda: _earlier(Path(recipe.run)))
+    reasons = ranks.gather(reason_for_bf16(ranks.device))
+    if earlier:
+        precision, why = earlier, "as before, because a run keeps its precision"
+    elif all(reasons):
+        precision, why = "bf16", reasons[0]
+    else:
+        precision, why = "fp32", "bf16 is not known to be faster here"
+    system = recipe.system.model_copy(update={"precision": precision})
+    line = f"precision {precision} (system.precision=auto: {why})"
+    return recipe.model_copy(update={"system": system}), line
+
+
+def _earlier(run: Path) -> str:
+    """The precision of the newest start of a run; "" if there is no run yet."""
+    config = run / "config.json"
+    if not is_run(config):
+        return ""
+    settings = read_config(config).get("config")
+    recorded = flat(settings if isinstance(settings, dict) else {}).get("system.precision")
+    return "bf16" if recorded == "bf16" else "fp32"  # the first versions knew only fp32
+
+
+def _initial(recipe: Recipe, store: Store) -> Checkpoint:
+    """The checkpoint of `init=`, or fresh weights. Raises BadInput if a weight is not finite."""
+    if recipe.init is None:
+        return checkpoints.fresh(recipe.model, store.tokenizer(), recipe.seed.of("weights"))
+    start = checkpoints.load(recipe.init)
+    start = replace(start, config=with_settings(start.config, recipe.model))
+    for name, weight in start.weights.items():
+        if not weight.isfinite().all():
+            raise BadInput(
+                f"init={recipe.init}: its weight {name} is not finite; give another checkpoint"
+            )
+    return start
+
+
+def _head(recipe: Recipe, store: Store, samples: Samples) -> Head:
+    """The description of the run's head. Raises BadInput if the store does not fit the settings of
+    pairs or of class weights."""
+    kind, scale = TASKS[recipe.head], _pair_scale(recipe, store)
+    return Head(
+        recipe.head,
+        labels=tuple(store.labels) if kind.named_classes or scale else (),
+        metric=store.metric,
+        mapping=recipe.mapping,
+        max_tokens=recipe.batch.max_tokens,
+        masking=recipe.masking.probability,
+        pair="tokens_b" in store.split("train").columns,
+        pair_scale=scale,
+        columns=store.meta["origin"].get("columns"),
+        smoothing=recipe.loss.label_smoothing,
+        class_weights=_class_weights(recipe, store, samples),
+    )
+
+
+def _notes(recipe: Recipe, task: Task, fresh: list[str], dropped: list[str]) -> list[str]:
+    """Lines about the weights that are new or dropped, and about class weights."""
     notes = []
     if recipe.init is None and not task.predicts_masked:
         notes.append("no init= is given: the encoder starts from fresh weights")
@@ -158,14 +216,11 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Setup:
         notes.append(f"new weights: {', '.join(_parts(fresh))}")
     if dropped:
         notes.append(f"dropped weights: {', '.join(_parts(dropped))}")
-    if head.class_weights:
-        pairs = zip(head.labels, head.class_weights, strict=True)
+    if task.head.class_weights:
+        pairs = zip(task.head.labels, task.head.class_weights, strict=True)
         weights = ", ".join(f"{name} {weight:.3g}" for name, weight in pairs)
         notes.append(f"class weights of the training loss: {weights}")
-    notes += describe_frozen(start, chosen(start, recipe.train.only), fresh)
-    metric = _metric(recipe, task, store)
-    setup = Setup(recipe, ranks, store, start, train_assembler, samples, metric, notes)
-    return replace(setup, trajectory=_trajectory(setup))
+    return notes
 
 
 def _trajectory(setup: Setup) -> Trajectory:

@@ -71,6 +71,7 @@ COMPARED = {
     "threads": "threads",
     "world_size": "processes",
     "system.precision": "system.precision",
+    "system.tf32": "system.tf32",
     "batch.accumulate": "batch.accumulate",
 }
 

@@ -211,6 +211,8 @@ class Session:
             "seed": recipe.model_dump(mode="json")["seed"],
             "mapping": recipe.mapping,
         }
+        if recipe.system.precision != "fp32":
+            record["precision"] = recipe.system.precision
         if recipe.train.only:
             record["only"] = list(recipe.train.only)
         self.snapshot.wait()
@@ -230,7 +232,8 @@ def _utilisation(setup: Setup, since: dict[str, float], predicted: float) -> flo
     device is not known."""
     system, device = setup.recipe.system, setup.ranks.device
     peak = 1e12 * system.peak_tflops or cost.peak_flops(
-        torch.cuda.get_device_name(device) if device.type == "cuda" else "", system.precision
+        torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        "tf32" if system.tf32 else system.precision,
     )
     if peak is None:
         return None

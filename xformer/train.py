@@ -33,6 +33,7 @@ from xformer.optim import clip_and_step, gradient_norm
 from xformer.parallel import processes
 from xformer.parallel.compiled import compile_parts, compiles
 from xformer.parallel.feed import Step
+from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import Ranks
 from xformer.parallel.replicas import Replicas
 from xformer.predictions import write
@@ -65,6 +66,7 @@ def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
     setup = prepare(recipe, ranks)
     compiling = compiles(recipe.system, ranks, setup.start.config)
     run, config = open_run(setup)
+    recipe = setup.recipe  # with the settled precision
     if ranks.on_rank_zero(lambda: kept_only_weights(run.path)):
         ranks.on_rank_zero(run.verify_selected)
         _leave(setup, run)
@@ -99,10 +101,10 @@ def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
             announce_changes(setup, run, state, config, monitor)
         else:
             announce(setup, model, monitor)
-        slow = processes.slow_precision(ranks.device, recipe.system.precision)
-        trajectory = setup.trajectory.announcement(run.path, state.step)
-        for note in filter(None, (damage, slow, native.note(ranks.device), trajectory)):
-            monitor.say(note)
+        slow = speed_note(ranks.device, recipe.system.precision, recipe.system.tf32)
+        notes = (damage, setup.precision, slow, native.note(ranks.device))
+        kept = setup.trajectory.announcement(run.path, state.step)
+        monitor.say(*filter(None, (*notes, kept)))
         monitor.text("config", json.dumps(recipe.model_dump(mode="json"), indent=1))
         feed = setup.feed(fixed=compiling != "none")
         precision = recipe.system.precision

@@ -46,7 +46,8 @@ from xformer.data.errors import BadInput
 from xformer.data.files import make_directory, read_run_json
 from xformer.optim import OptimConfig
 from xformer.parallel import processes
-from xformer.parallel.processes import Ranks, SystemConfig, slow_precision
+from xformer.parallel.precision import speed_note
+from xformer.parallel.processes import Ranks, SystemConfig
 from xformer.surgery.registry import OPERATIONS, apply, make_operation
 from xformer.tasks.known import TASKS
 from xformer.tasks.task import Head, Model
@@ -90,7 +91,7 @@ def run(paths: list[str], config: CostConfig) -> None:
     loaded = [checkpoints.load(path) for path in paths]
     for path, checkpoint in zip(paths, loaded, strict=True):
         _check(path, checkpoint, config)
-    if warning := slow_precision(ranks.device, config.precision):
+    if warning := speed_note(ranks.device, config.precision):
         say(warning.replace("system.", ""), error=True)
     out = Path(config.out)
     make_directory(out, "out=")

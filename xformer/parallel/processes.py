@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
@@ -23,6 +23,7 @@ from xformer.config import Settings
 from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure
 from xformer.ops import attention
+from xformer.parallel.precision import use_tf32
 from xformer.parallel.watch import Watch
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of glibc's mallopt
@@ -33,14 +34,28 @@ LIMIT = timedelta(minutes=30)  # for all ranks to start, and for a collective
 class SystemConfig(Settings):
     """How a run is executed. A run may continue with other values."""
 
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Type of the matrix products: fp32, or bf16 by autocast with fp32 weights. A study counts runs
-    with different precisions as different runs."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Type of the matrix products: fp32, or bf16 by autocast with fp32 weights. auto takes bf16 on
+    GPUs from compute capability 8.0 and on CPUs with avx512_bf16 or amx_bf16, and fp32 elsewhere.
+    A run keeps the precision that it began with, and evaluation takes that of the training. A study
+    counts runs with different precisions as different runs."""
+    tf32: bool = False
+    """On CUDA, with precision=fp32: compute matrix products and convolutions in TF32, which has the
+    range of fp32 and 10 bits of mantissa."""
     threads: int = Field(0, ge=0, le=1024)
     """CPU threads of a process. 0 takes OMP_NUM_THREADS, or else the process's share of the
     cores."""
     deterministic: bool = False
     """On CUDA, use only kernels that give the same bits every time. The CPU always does."""
+
+    @model_validator(mode="after")
+    def _tf32_is_for_fp32(self) -> Self:
+        if self.tf32 and self.precision != "fp32":
+            raise ValueError(
+                f"system.tf32=true needs system.precision=fp32, not {self.precision}: it changes "
+                "only products in fp32"
+            )
+        return self
 
 
 class TrainingSystem(SystemConfig):
@@ -74,8 +89,9 @@ class Ranks:
             self.watch.step = step
 
     def autocast(self, precision: str) -> torch.autocast:
-        """The autocast context for a precision."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
+        """The autocast context for fp32 or bf16."""
+        enabled = {"fp32": False, "bf16": True}[precision]  # auto has been replaced long ago
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum the tensor over all ranks, in place, and return it."""
@@ -156,10 +172,10 @@ def start(config: SystemConfig) -> Ranks:
                 f"processes, with --nproc-per-node {count}"
             )
         torch.cuda.set_device(device)
-        torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32, as in PyTorch's matrix products
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+    use_tf32(device, config.tf32)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -204,17 +220,6 @@ def _join(backend: str, rank: int, world_size: int) -> None:
             time.sleep(0.02)
     store = dist.PrefixStore(start, store)
     dist.init_process_group(backend, timeout=LIMIT, store=store, rank=rank, world_size=world_size)
-
-
-def slow_precision(device: torch.device, precision: str) -> str:
-    """A warning if bf16 is asked for on a processor without instructions for it, or ""."""
-    capabilities = getattr(torch.cpu, "get_capabilities", None)  # older versions of torch lack it
-    if precision != "bf16" or device.type != "cpu" or capabilities is None:
-        return ""
-    has = capabilities()
-    if any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")):
-        return ""
-    return "this processor has no bf16 instructions: system.precision=fp32 is faster here"
 
 
 _watches: list[Watch] = []  # the watch of this process's group, if it has joined one

@@ -79,13 +79,14 @@ def main() -> None:
     study = read_study(find_recipe(files[0], kind="studies"), settings.scale)
     root = Path(settings.output)
     check_version(root)
-    plan = Plan(study, root, settings.needs)
+    kept = Path(settings.kept) if settings.kept else None
+    plan = Plan(study, root, settings.needs, kept)
     only = {k: v if isinstance(v, tuple) else (v,) for k, v in settings.only.items()}
     plan.restrict({factor: [str(level) for level in levels] for factor, levels in only.items()})
     forecast = Forecast(plan)
     forecast.check()
     Notes(forecast)  # refuses a wrong placeholder now, not when the runs are done
-    ledger = Ledger(Path(settings.kept) if settings.kept else None, plan)
+    ledger = Ledger(kept, plan)
     if settings.dry_run:
         slots = 1 if settings.executor == "slurm" else executor_of(settings).slots
         costs = Costs(forecast, ledger.results)

@@ -24,6 +24,7 @@ from typing import Any
 from xformer.config import find_recipe, flat, merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, installed, read_json, write_json
+from xformer.parallel.precision import fast_here
 from xformer.recipe import Recipe
 from xformer.run import read_config
 from xformer.study.spec import PLACE, Levels, Need, ScoreTable, Study, within
@@ -100,12 +101,13 @@ class Plan:
     """The jobs of a study in an order in which they can run, `jobs`, by key. `wanted` has the
     keys of those that are shown; the others are there because these wait for them.
 
-    `root` is the directory of all studies; `paths` {need: path} comes from the command line.
-    Raises BadInput if a recipe, a setting or a level is wrong.
+    `root` is the directory of all studies; `paths` {need: path} comes from the command line, and
+    `kept` is the directory of kept results, if there is one. Raises BadInput if a recipe, a setting
+    or a level is wrong.
     """
 
-    def __init__(self, study: Study, root: Path, paths: dict[str, str]):
-        self.study, self.root = study, root
+    def __init__(self, study: Study, root: Path, paths: dict[str, str], kept: Path | None = None):
+        self.study, self.root, self.kept, self.fast = study, root, kept, fast_here()
         for name in paths:
             if name not in study.needs:
                 known = ", ".join(study.needs) or "none"
@@ -238,13 +240,11 @@ class Plan:
         raw = merge(self._recipes[stage.recipe], settings)
         with within(label):
             by_key = self._filled(raw, inputs, True)
-            content = identity(validate(Recipe, {**by_key, "run": "-"}))
-        if stage.processes > 1:
-            content["processes"] = stage.processes
-        key = content_key(content)
+            precision, key = self._settled(by_key, stage.processes)
         path = self.root / "runs" / key
         recipe = {**self._filled(raw, inputs, False), "run": str(path)}
         recipe = merge({"train": {"keep_state": False}}, recipe)
+        recipe = merge(recipe, {"system": {"precision": precision}})
         program: tuple[str, ...] = ("train.py",)
         if stage.processes > 1:
             program = (*TORCHRUN, str(stage.processes), "-m", "xformer.train")
@@ -259,6 +259,28 @@ class Plan:
             processes=ranks,
         )
         return self._add(job, inputs, name)
+
+    def _settled(self, by_key: dict[str, Any], processes: int) -> tuple[str, str]:
+        """The precision of a run, and its key. `auto` takes the precision of a run that is already
+        here or kept, or else the fast one of this machine."""
+        recipe = validate(Recipe, {**by_key, "run": "-"})
+        auto = ("bf16", "fp32") if self.fast == "bf16" else ("fp32", "bf16")
+        chosen = recipe.system.precision
+        keys = {}
+        for precision in auto if chosen == "auto" else (chosen,):
+            system = recipe.system.model_copy(update={"precision": precision})
+            content = identity(recipe.model_copy(update={"system": system}))
+            if processes > 1:
+                content["processes"] = processes
+            keys[precision] = content_key(content)
+        there = [precision for precision, key in keys.items() if self._there(key)]
+        precision = (*there, *keys)[0]
+        return precision, keys[precision]
+
+    def _there(self, key: str) -> bool:
+        """Whether a run was begun here, or its result is kept."""
+        here = (self.root / "runs" / key / "config.json").is_file()
+        return here or (self.kept is not None and (self.kept / f"{key}.zip").is_file())
 
     def _made(self, name: str, levels: Levels) -> Job:
         """The job that makes {made.NAME} for a run at these levels."""
@@ -383,7 +405,8 @@ class Digests:
 
 
 def identity(recipe: Recipe) -> dict[str, Any]:
-    """The part of a recipe that decides its result. tests/test_keys.py pins the keys of it."""
+    """The part of a recipe that decides its result. tests/test_keys.py pins the keys of it. The
+    precision must be settled: fp32 or bf16."""
     content = recipe.model_dump(mode="json")
     for name in ("run", "overwrite", "system"):
         del content[name]
@@ -400,6 +423,8 @@ def identity(recipe: Recipe) -> dict[str, Any]:
     content["data"] = {"store": content["data"], "fraction": content.pop("fraction")}
     if recipe.system.precision != "fp32":
         content["precision"] = recipe.system.precision
+    if recipe.system.tf32:
+        content["tf32"] = True
     return content
 
 

@@ -1,0 +1,92 @@
+"""Which precision of the matrix products is fast on a device, and what to say about a slow one.
+
+docs/precision.md has the measurements behind `reason_for_bf16`, and curves of both precisions.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+import torch
+
+from xformer.data.errors import BadInput
+from xformer.ops import native
+
+Precision = Literal["fp32", "bf16"]
+MEASURED = ("amx_bf16", "avx512_bf16")  # x86: whole training steps were timed, and bf16 won
+KNOWN = (*MEASURED, "bf16", "svebf16")  # the last two are ARM's, where no step was timed
+AMPERE = (8, 0)  # the first compute capability whose tensor cores have bf16 and TF32
+SIDE, REPEATS = 2048, 5  # of the product that `times_slower` measures
+
+
+def instructions() -> set[str]:
+    """The bf16 instructions of this processor, by the names that Linux has for them."""
+    lines = native.processor_lines("flags", "Features")
+    return {word for line in lines for word in line.split() if word in KNOWN}
+
+
+def reason_for_bf16(device: torch.device) -> str:
+    """Why bf16 is faster than fp32 on this device, such as "this processor has avx512_bf16"; empty
+    if it is not."""
+    if device.type == "cuda":
+        fast = torch.cuda.get_device_capability(device) >= AMPERE
+        return "this GPU has tensor cores for bf16" if fast else ""
+    has = instructions()
+    return next((f"this processor has {name}" for name in MEASURED if name in has), "")
+
+
+def fast_here() -> Precision:
+    """The fast precision of this machine: of its first GPU, or else of its processor."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return "bf16" if reason_for_bf16(device) else "fp32"
+
+
+def speed_note(device: torch.device, precision: str, tf32: bool = False) -> str:
+    """A line that says how slow fp32 or bf16 is on this device and what to set, or ""."""
+    if precision == "bf16":
+        if device.type == "cuda":
+            fast, name = bool(reason_for_bf16(device)), "GPU"
+        else:
+            fast, name = bool(instructions()), "processor"
+        slower = f"this {name} has no bf16 instructions: system.precision=fp32 is faster here"
+        return "" if fast else slower
+    if device.type == "cpu" or tf32 or not reason_for_bf16(device):
+        return ""
+    return (
+        f"precision fp32 is slow here: a large matrix product takes {times_slower(device):.1f} "
+        "times as long as in bf16; set system.precision=bf16, or system.tf32=true"
+    )
+
+
+def times_slower(device: torch.device) -> float:
+    """How many times as long a large matrix product takes in fp32 as in bf16."""
+    fastest = []
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(SIDE, SIDE, dtype=dtype, device=device)
+        seconds = []
+        for _ in range(REPEATS):
+            begun = time.perf_counter()
+            (matrix @ matrix)[0, 0].item()  # waits for the product
+            seconds.append(time.perf_counter() - begun)
+        fastest.append(min(seconds))
+    return fastest[0] / fastest[1]
+
+
+def use_tf32(device: torch.device, wanted: bool) -> None:
+    """Compute fp32 products and convolutions on CUDA in TF32, or in full fp32. Raises BadInput if
+    TF32 is wanted on a device that lacks it."""
+    if device.type != "cuda":
+        if wanted:
+            raise BadInput(
+                "system.tf32=true: this run is on the CPU, and only CUDA has TF32; leave it out"
+            )
+        return
+    if wanted and torch.cuda.get_device_capability(device) < AMPERE:
+        raise BadInput(
+            "system.tf32=true: this GPU has no TF32 (compute capability 8.0 has it); leave it out"
+        )
+    # This function sets the older and the newer flags alike. PyTorch raises an error where a
+    # program has set some of each.
+    torch.set_float32_matmul_precision("high" if wanted else "highest")
+    torch.backends.cudnn.allow_tf32 = wanted
