@@ -508,12 +508,11 @@ def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) ->
             if job.recipe is None:
                 continue
             recipe = validate(Recipe, job.recipe)
-            config, store = forecast.shape(job), forecast.store(recipe.data)
+            config, store = forecast.made(job).shape, forecast.store(recipe.data)
             assert config is not None, f"{path}: {job.name}: its model is not known"
             assert store.kind is not None
-            assert store.tokenizer is not None
             if config.vocab_size == 0:  # the tokenizer's
-                size = forecast.tokenizer(str(job.path)).size
+                size = forecast.at(str(job.path)).tokenizer.size
                 assert size, f"{path}: {job.name}: its vocabulary is not known"
                 config = config.model_copy(update={"vocab_size": size})
             config = config.model_copy(update={"layers": min(2, config.layers)})  # all are alike

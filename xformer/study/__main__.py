@@ -160,14 +160,15 @@ def listing(plan: Plan, costs: Costs, kept: Collection[str] = (), slots: int = 1
         state, cost = "not needed", ""
         if key in todo:
             state = "missing" if job.missing else "to do"
-            cost = duration(costs.seconds(job)) if costs.known(job) else "?"
+            seconds = costs.seconds(job)
+            cost = "?" if seconds is None else duration(seconds)
         elif job.done or key in kept:
             state = "there"
         lines.append(f"{key}  {state:<10} {cost:>9}  {job.name}")
-    known = [w for w in todo.values() if costs.known(w)]
+    known = [s for job in todo.values() if (s := costs.seconds(job)) is not None]
     estimate = "no time estimate"
     if known:
-        total = sum(costs.seconds(job) for job in known)
+        total = sum(known)
         estimate = f"about {duration(total)} of work for {len(known)} of them"
         if slots > 1:
             estimate += f", {duration(total / min(slots, len(known)))} with {slots} at once"
