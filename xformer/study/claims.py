@@ -30,7 +30,7 @@ from xformer.config import find_recipe, merge, read_recipe
 from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.study.plan import Plan
-from xformer.study.results import LEVEL, Results, check_finite, half_width
+from xformer.study.results import LEVEL, Results, half_width
 from xformer.study.spec import METRIC, SEED, Claim, ScoreTable, Study, levels_of
 
 POWER = 0.8  # the probability with which a detectable difference is found
@@ -66,9 +66,7 @@ class Difference:
 
 def paired_test(a: Sequence[float], b: Sequence[float], margin: float = 0.0) -> Difference:
     """The paired t test (Student 1908) of a - b against `margin`. Raises ValueError if the two
-    differ in length, and BadInput if a score is not finite."""
-    check_finite(a)
-    check_finite(b)
+    differ in length."""
     differences = [x - y for x, y in zip(a, b, strict=True)]
     mean, n = statistics.mean(differences), len(differences)
     deviation = statistics.stdev(differences) if n > 1 else 0.0
@@ -172,16 +170,10 @@ def _levels(study: Study, claim: Claim, table: ScoreTable) -> list[str]:
 def _learnt(results: Results, claim: Claim, table: ScoreTable) -> bool:
     """Whether any run of a claim is above chance. True if the table gives no chance level. If no
     run is, a tie says nothing."""
-    columns = results.study.columns(table)
-    if not set(columns) <= set(table.chance):
+    if not set(results.study.columns(table)) <= set(table.chance):
         return True
-    for side in (claim.better, claim.than):
-        for job in results.runs(table, side):
-            levels = {**job.levels, **side}
-            for column in [levels[table.columns]] if table.columns in levels else columns:
-                if job.key in results.metrics and not results.at_chance(job, table, column):
-                    return True
-    return False
+    scores = [score for side in (claim.better, claim.than) for score in results.scores(table, side)]
+    return any(score.learnt for score in scores if score.value is not None)
 
 
 # ---------------------------------------------------------------------------------- registration

@@ -485,7 +485,7 @@ class Notes:
             if not equals:
                 raise BadInput(f"{part.strip()!r} is not of the form FACTOR=LEVEL")
             wanted[factor] = level
-        runs = [run for run in self.plan.runs(stage) if wanted.items() <= run.levels.items()]
+        runs = self.plan.runs(stage, wanted)
         if not runs:
             at = f" at {where.strip()}" if wanted else ""
             raise BadInput(f"the study has no run of the stage {stage}{at}")
