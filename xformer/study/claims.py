@@ -31,7 +31,7 @@ from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.study.plan import Plan
 from xformer.study.results import LEVEL, Results, half_width
-from xformer.study.spec import METRIC, SEED, Claim, ScoreTable, Study, levels_of
+from xformer.study.spec import SEED, Claim, ScoreTable, Study, seeds_of
 
 POWER = 0.8  # the probability with which a detectable difference is found
 PATIENCE = 20  # seconds for git
@@ -130,7 +130,8 @@ def verdicts(results: Results) -> list[Verdict]:
 
 
 def _verdict(results: Results, claim: Claim, table: ScoreTable) -> Verdict:
-    levels, margin = _levels(results.study, claim, table), claim.margin * table.scale
+    levels = results.study.levels_of(table).get(claim.each) or ("",)  # one if tested on average
+    margin = claim.margin * table.scale
     differences = {}
     for level in levels:
         fixed = {claim.each: level} if claim.each else {}
@@ -158,13 +159,6 @@ def _verdict(results: Results, claim: Claim, table: ScoreTable) -> Verdict:
     else:
         state = "holds"
     return Verdict(claim, table, state, tuple(parts), learnt=learnt)
-
-
-def _levels(study: Study, claim: Claim, table: ScoreTable) -> list[str]:
-    """The levels at each of which a claim is tested; one empty level if it is tested on average."""
-    if claim.each == METRIC:
-        return list(study.columns(table))
-    return list(study.factors(table.stage).get(claim.each) or [""])
 
 
 def _learnt(results: Results, claim: Claim, table: ScoreTable) -> bool:
@@ -250,9 +244,9 @@ def _power(study: Study, claim: Claim) -> str:
     words."""
     assert study.registration is not None
     table = study.table(claim.table)
-    seeds = [levels_of(study, table.stage, side, SEED) for side in (claim.better, claim.than)]
-    pairs = len(seeds[0] & seeds[1])
-    tests = len(_levels(study, claim, table)) * study.registration.looks
+    better, than = (seeds_of(study, table, side, SEED) for side in (claim.better, claim.than))
+    pairs = len(better & than)
+    tests = len(study.levels_of(table).get(claim.each) or ("",)) * study.registration.looks
     return (
         f"margin {claim.margin:g}; {pairs} pairs find a difference "
         f"{detectable(pairs, tests):.2f} standard deviations from the margin"
