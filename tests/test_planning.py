@@ -97,12 +97,12 @@ def test_values_are_listed_as_sentences_have_them() -> None:
         ("{finetune: optim}", "there is no key 'optim'"),
         ("{pretrain: train.epochs}", "does not use train.epochs, as it has train.steps"),
         ("{finetune: mapping * seed.all}", "is not a number"),
-        ("{finetune: count.sed}", "varies by no 'sed'; did you mean seed?"),
+        ("{finetune: count.sed}", "does not vary by 'sed'; did you mean seed?"),
         ("{finetune(rate=middle): optim.lr}", "no run of the stage finetune at rate=middle"),
         ("{finetune(rate): optim.lr}", "'rate' is not of the form FACTOR=LEVEL"),
         ("{made.lettres: --lines}", "there is no made.lettres; did you mean letters?"),
-        ("{need.data}", "a brace that belongs to no placeholder"),
-        ("{paper: a", "a brace that belongs to no placeholder"),
+        ("{need.data}", "a brace outside a placeholder"),
+        ("{paper: a", "a brace outside a placeholder"),
     ],
 )
 def test_a_wrong_placeholder_is_refused_at_planning(

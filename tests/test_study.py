@@ -180,7 +180,7 @@ def html_of(results: Results, outcomes: dict[str, pool.Outcome], directory: Path
         (
             "vary.seed = [0, 1]",
             "settings.mapping = 'symbols:{sed}'",
-            "'symbols:{sed}': {sed} is no factor of it; its factors: start, rate",
+            "'symbols:{sed}': {sed} is not one of its factors: start, rate",
         ),
         (
             "vary.seed = [0, 1]",

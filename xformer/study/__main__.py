@@ -70,18 +70,7 @@ def main() -> None:
     if sys.argv[1:2] == ["verify"]:
         verify.main(sys.argv[2:])
         return
-    arguments = ["dry_run=true" if a == "--dry-run" else a for a in sys.argv[1:]]
-    files = [a for a in arguments if "=" not in a and not a.startswith("-")]
-    settings = load(Arguments, [a for a in arguments if a not in files], recipe=False)
-    if len(files) != 1:
-        such = typed("recipes/studies/kao2021-figure2.toml")
-        raise BadInput(f"give one study, such as {such}; given: {' '.join(files) or 'none'}")
-    study = read_study(find_recipe(files[0], kind="studies"), settings.scale)
-    root = Path(settings.output)
-    check_version(root)
-    plan = Plan(study, root, settings.needs)
-    only = {k: v if isinstance(v, tuple) else (v,) for k, v in settings.only.items()}
-    plan.restrict({factor: [str(level) for level in levels] for factor, levels in only.items()})
+    plan, settings = planned(sys.argv[1:])
     forecast = Forecast(plan)
     forecast.check()
     Notes(forecast)  # refuses a wrong placeholder now, not when the runs are done
@@ -92,17 +81,39 @@ def main() -> None:
         say(*listing(plan, costs, ledger.results, slots).split("\n"))
         return
     if plan.missing() and not any(job.stage and not job.missing for job in plan.jobs.values()):
-        raise BadInput(f"{study.path}: nothing can run: {'; '.join(_lacking(plan))}")
-    directory = root / f"{study.path.stem}-{settings.scale}"
-    executor = executor_of(settings)
+        raise BadInput(f"{plan.study.path}: nothing can run: {'; '.join(_lacking(plan))}")
+    run_study(plan, executor_of(settings), ledger)
+
+
+def planned(arguments: list[str]) -> tuple[Plan, Arguments]:
+    """The plan that a command line asks for, and its settings."""
+    arguments = ["dry_run=true" if a == "--dry-run" else a for a in arguments]
+    files = [a for a in arguments if "=" not in a and not a.startswith("-")]
+    settings = load(Arguments, [a for a in arguments if a not in files], recipe=False)
+    if len(files) != 1:
+        such = typed("recipes/studies/kao2021-figure2.toml")
+        raise BadInput(f"give one study, such as {such}; given: {' '.join(files) or 'none'}")
+    study = read_study(find_recipe(files[0], kind="studies"), settings.scale)
+    check_version(Path(settings.output))
+    plan = Plan(study, Path(settings.output), settings.needs)
+    only = {k: v if isinstance(v, tuple) else (v,) for k, v in settings.only.items()}
+    plan.restrict({factor: [str(level) for level in levels] for factor, levels in only.items()})
+    return plan, settings
+
+
+def run_study(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
+    """Run what is not done, and write and print the report. Raises Failure if a job fails."""
+    directory = plan.root / f"{plan.study.path.stem}-{plan.study.scale}"
     make_directory(directory, "output=")
     plan.digests.save()
-    write_json(root / "version.json", {"results": RESULTS})
+    write_json(plan.root / "version.json", {"results": RESULTS})
     for line in _lacking(plan):
         say(f"missing: {line}", error=True)
     ledger.unpack()
     outcomes = pool.run_plan(plan, executor, ledger.keep)
-    report(plan, outcomes, directory)
+    say(*write_report(Results(plan), outcomes, directory).split("\n"))
+    names = ("report.html", "report.md", "results.csv")
+    say("report   " + "   ".join(str(directory / name) for name in names))
     bad = [o for o in outcomes.values() if o.state in ("failed", "not run")]
     if bad:
         first = next((o for o in bad if o.state == "failed"), bad[0])
@@ -116,13 +127,6 @@ def executor_of(settings: Arguments) -> pool.Executor:
     if settings.executor == "slurm":
         return pool.Slurm(Path(settings.output), settings.slurm)
     return pool.local(settings.jobs, settings.per_device)
-
-
-def report(plan: Plan, outcomes: dict[str, pool.Outcome], directory: Path) -> None:
-    """Write the report of a study, and print it."""
-    say(*write_report(Results(plan), outcomes, directory).split("\n"))
-    names = ("report.html", "report.md", "results.csv")
-    say("report   " + "   ".join(str(directory / name) for name in names))
 
 
 def check_version(root: Path) -> None:

@@ -449,7 +449,7 @@ class Notes:
         filled = PLACEHOLDER.sub(value, text)
         if "{" in rest or "}" in rest:
             raise BadInput(
-                f"{place}: {text!r} has a brace that belongs to no placeholder; one is written "
+                f"{place}: {text!r} has a brace outside a placeholder; a placeholder is written "
                 "{STAGE: KEY}"
             )
         return filled
@@ -472,7 +472,7 @@ class Notes:
         if kind in ("count", "levels"):
             if factor not in runs[0].levels:
                 near = nearest(factor, list(runs[0].levels))
-                raise BadInput(f"the stage {match[1]} varies by no {factor!r}{near}")
+                raise BadInput(f"the stage {match[1]} does not vary by {factor!r}{near}")
             levels = list(dict.fromkeys(run.levels[factor] for run in runs))
             return in_words(len(levels)) if kind == "count" else _joined(levels, "and")
         return listed(self._product(run, key) for run in runs)

@@ -304,7 +304,7 @@ class Plan:
         for unknown in FACTOR.findall(PLACE.sub("", value)):
             if unknown != "{out}":
                 has = ", ".join(inputs.levels) or "none"
-                raise BadInput(f"{value!r}: {unknown} is no factor of it; its factors: {has}")
+                raise BadInput(f"{value!r}: {unknown} is not one of its factors: {has}")
         return PLACE_BELOW.sub(lambda place: self._place(place, inputs, by_key), value)
 
     def _place(self, place: re.Match[str], inputs: _Inputs, by_key: bool) -> str:

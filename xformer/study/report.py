@@ -74,6 +74,7 @@ class Drawing:
 
     file: str = ""  # its name beside the report, if it is written there
     svg: str = ""
+    source: Path | None = None  # the file that a run has drawn
     light: str = ""  # as a data URI
     dark: str = ""
     caption: str = ""
@@ -149,12 +150,11 @@ def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     Markdown."""
     write_csv(directory / "results.csv", results, outcomes)
     report = build_report(results, outcomes, directory)
-    for section in report.sections:
-        if section.figure is not None and section.figure.svg and section.figure.file:
-            (directory / section.figure.file).write_text(section.figure.svg, encoding="utf-8")
-    for picture in results.study.pictures:
-        if drawn := results.picture(picture):
-            shutil.copyfile(drawn[1], directory / f"{picture.name}.svg")
+    for figure in filter(None, (section.figure for section in report.sections)):
+        if figure.source is not None:
+            shutil.copyfile(figure.source, directory / figure.file)
+        elif figure.file:
+            (directory / figure.file).write_text(figure.svg, encoding="utf-8")
     for ending in ("html", "md"):
         text = render(report, ending)
         (directory / f"report.{ending}").write_text(text, encoding="utf-8")
@@ -334,7 +334,7 @@ def _picture(results: Results, picture: Picture, notes: Notes) -> Iterator[Secti
         job, path = drawn
         dark = path.with_name(f"{path.stem}-dark.svg")
         images = (_data(path), _data(dark) if dark.is_file() else "")
-        drawing = Drawing(f"{picture.name}.svg", "", *images)
+        drawing = Drawing(f"{picture.name}.svg", "", path, *images)
         yield Section(picture.title, "", drawing, job, deviations=_deviations(notes, picture))
 
 

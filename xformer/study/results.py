@@ -391,7 +391,7 @@ def _read_metrics(job: Job, with_log: bool) -> Metrics:
     if metrics is not None and "split" in content:  # evaluate.py scores one split
         metrics = {content["split"]: metrics}
     if not isinstance(metrics, dict) or not all(map(_are_scores, metrics.values())):
-        raise BadInput(f"{job.proof} is no result: it has no metrics")
+        raise BadInput(f"{job.proof} has no metrics; delete it to run {job.name} again")
     if with_log and job.recipe is not None:
         last = (events(job.path, "train") or [{}])[-1]
         numbers = {k: float(v) for k, v in last.items() if isinstance(v, int | float)}
