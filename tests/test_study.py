@@ -1455,6 +1455,21 @@ def test_a_claim_may_fail_or_stay_open(
     assert verdicts(Results(plan))[0].state == state
 
 
+def test_a_claim_may_compare_what_its_table_leaves_out(
+    file: Path, data: Path, tmp_path: Path
+) -> None:
+    """The levels of a claim's sides take the place of the table's `where`."""
+    changed(
+        file,
+        ("vary.seed = [0, 1]", "vary.seed = [0, 1, 2, 3]"),
+        ('columns = "rate"', 'columns = "rate"\nwhere.start = "pretrained"'),
+    )
+    plan = plan_of(file, tmp_path, data=str(data))
+    finish(plan, lambda seed, start, rate: 0.5 + 0.01 * int(seed) * (1 + (start != "scratch")))
+    means = [difference.mean for _, difference, _ in verdicts(Results(plan))[0].parts]
+    assert means == pytest.approx([1.5, 1.5])
+
+
 def test_a_seed_is_one_replicate(file: Path, data: Path, tmp_path: Path) -> None:
     """Three levels of another factor do not add pairs, in claims, cells and means."""
     depths = "".join(f"\nvary.depth.{x} = {{ optim.warmup = {i} }}" for i, x in enumerate("abc"))

@@ -193,7 +193,6 @@ class Results:
 
     def __init__(self, plan: Plan):
         self.study, self.plan = plan.study, plan
-        self._scores: dict[str, list[Score]] = {}  # by table
         names = [name for table in self.study.tables for name in table.metrics]
         with_log = any(name.startswith("train.") for name in names)
         self.metrics = {
@@ -202,20 +201,17 @@ class Results:
             if job.stage and job.done
         }
 
-    def scores(self, table: ScoreTable, wanted: Levels) -> list[Score]:
-        """The scores of a table, in the order of its runs, at these levels."""
-        if table.name not in self._scores:
-            self._scores[table.name] = list(self._read_scores(table))
-        every = self._scores[table.name]
-        return [score for score in every if wanted.items() <= score.levels.items()]
-
-    def _read_scores(self, table: ScoreTable) -> Iterator[Score]:
+    def scores(self, table: ScoreTable, wanted: Levels) -> Iterator[Score]:
+        """The scores of a table at these levels, in the order of its runs. A level that is wanted
+        takes the place of one in the table's `where`, so claims can compare others."""
         minus = list(self.study.factors(table.minus)) if table.minus else []
         bases = {tuple(job.levels.values()): job for job in self.plan.runs(table.minus)}
-        for job in self.plan.runs(table.stage, table.where):
+        levels = {**table.where, **wanted}
+        metric = levels.pop(METRIC, None)
+        metrics = self.study.columns(table) if metric is None else (metric,)
+        for job in self.plan.runs(table.stage, levels):
             base = bases.get(tuple(job.levels[factor] for factor in minus))
-            columns = self.study.columns(table)
-            for column in columns if table.columns == METRIC else [job.levels[table.columns]]:
+            for column in metrics if table.columns == METRIC else [job.levels[table.columns]]:
                 value, chance = self._score(job, table, column), table.chance.get(column)
                 floor = -math.inf if chance is None else table.scale * (chance + ROUNDING)
                 learnt = value is None or value > floor

@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> None:
         raise BadInput(f"{run} does not say what its first steps were made with")
     config = first["config"]
     steps = max(steps, config["train"]["log_every"])
-    steps = min([steps, *(start["step"] for start in later)])
+    steps = min([steps, *(other["step"] for other in later)])
     expected = _records(run, steps)
     steps = max((record["step"] for record in expected), default=0)
     if not steps:
