@@ -99,12 +99,12 @@ def test_values_are_listed_as_sentences_have_them() -> None:
         ("{finetune: optim}", "there is no key 'optim'"),
         ("{pretrain: train.epochs}", "does not use train.epochs, as it has train.steps"),
         ("{finetune: mapping * seed.all}", "is not a number"),
-        ("{finetune: count.sed}", "varies by no 'sed'; did you mean seed?"),
+        ("{finetune: count.sed}", "does not vary by 'sed'; did you mean seed?"),
         ("{finetune(rate=middle): optim.lr}", "no run of the stage finetune at rate=middle"),
         ("{finetune(rate): optim.lr}", "'rate' is not of the form FACTOR=LEVEL"),
         ("{made.lettres: --lines}", "there is no made.lettres; did you mean letters?"),
-        ("{need.data}", "a brace that belongs to no placeholder"),
-        ("{paper: a", "a brace that belongs to no placeholder"),
+        ("{need.data}", "a brace outside a placeholder"),
+        ("{paper: a", "a brace outside a placeholder"),
     ],
 )
 def test_a_wrong_placeholder_is_refused_at_planning(
@@ -515,12 +515,11 @@ def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) ->
             if job.recipe is None:
                 continue
             recipe = validate(Recipe, job.recipe)
-            config, store = forecast.shape(job), forecast.store(recipe.data)
+            config, store = forecast.made(job).shape, forecast.store(recipe.data)
             assert config is not None, f"{path}: {job.name}: its model is not known"
             assert store.kind is not None
-            assert store.tokenizer is not None
             if config.vocab_size == 0:  # the tokenizer's
-                size = forecast.tokenizer(str(job.path)).size
+                size = forecast.at(str(job.path)).tokenizer.size
                 assert size, f"{path}: {job.name}: its vocabulary is not known"
                 config = config.model_copy(update={"vocab_size": size})
             # all layers are alike

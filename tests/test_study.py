@@ -184,7 +184,7 @@ def html_of(results: Results, outcomes: dict[str, pool.Outcome], directory: Path
         (
             "vary.seed = [0, 1]",
             "settings.mapping = 'symbols:{sed}'",
-            "'symbols:{sed}': {sed} is no factor of it; its factors: start, rate",
+            "'symbols:{sed}': {sed} is not one of its factors: start, rate",
         ),
         (
             "vary.seed = [0, 1]",
@@ -1079,7 +1079,7 @@ def test_the_time_left_is_known_without_a_store(file: Path, data: Path, tmp_path
     changed(file, ("vary.seed = [0, 1]", "vary.seed = [0, 1, 2]"))
     more = plan_of(file, tmp_path, data=str(data))
     ledger = Ledger(kept, more)
-    assert not Costs(Forecast(more)).known(more.runs("finetune")[-1])
+    assert Costs(Forecast(more)).seconds(more.runs("finetune")[-1]) is None
     costs = Costs(Forecast(more), ledger.results)
     new = [run for run in more.runs("finetune") if run.levels["seed"] == "2"]
     assert [costs.seconds(run) for run in new] == [3.0] * 4
@@ -1469,6 +1469,21 @@ def test_a_claim_may_fail_or_stay_open(
     assert verdicts(Results(plan))[0].state == state
 
 
+def test_a_claim_may_compare_what_its_table_leaves_out(
+    file: Path, data: Path, tmp_path: Path
+) -> None:
+    """The levels of a claim's sides take the place of the table's `where`."""
+    changed(
+        file,
+        ("vary.seed = [0, 1]", "vary.seed = [0, 1, 2, 3]"),
+        ('columns = "rate"', 'columns = "rate"\nwhere.start = "pretrained"'),
+    )
+    plan = plan_of(file, tmp_path, data=str(data))
+    finish(plan, lambda seed, start, rate: 0.5 + 0.01 * int(seed) * (1 + (start != "scratch")))
+    means = [difference.mean for _, difference, _ in verdicts(Results(plan))[0].parts]
+    assert means == pytest.approx([1.5, 1.5])
+
+
 def test_a_seed_is_one_replicate(file: Path, data: Path, tmp_path: Path) -> None:
     """Three levels of another factor do not add pairs, in claims, cells and means."""
     depths = "".join(f"\nvary.depth.{x} = {{ optim.warmup = {i} }}" for i, x in enumerate("abc"))
@@ -1847,7 +1862,7 @@ def test_a_whole_study(forks: Forks, file: Path, data: Path, tmp_path: Path) -> 
     assert len(list(root.glob("runs/*/log.jsonl"))) == len(logs) + 1
     plan = Plan(read_study(file, "mini"), root, {"data": str(data)})
     costs = Costs(Forecast(plan))
-    assert all(costs.known(run) and costs.seconds(run) > 1 for run in plan.runs("finetune"))
+    assert all((costs.seconds(run) or 0) > 1 for run in plan.runs("finetune"))
 
     # on another machine everything comes from the kept results
     old = root.rename(tmp_path / "old")

@@ -39,8 +39,8 @@ class Arguments(Settings):
     """How to run a study."""
 
     scale: str = ""
-    """A scale of the study file: mini, minutes to hours on two CPU cores; small, the micro family
-    on full fine-tuning sets, hours to days; paper, exactly as published."""
+    """A scale of the study file. mini: minutes to hours on two CPU cores. small: small encoders (4
+    layers, 256 wide) on full fine-tuning sets, hours to days. paper: exactly as published."""
     executor: Literal["local", "slurm"] = "local"
     """Where to run: as processes on this machine, or as jobs on a Slurm cluster."""
     output: str = "runs/studies"
@@ -51,16 +51,16 @@ class Arguments(Settings):
     """Directory of finished results, one small file each. They count as done, and new ones are
     added. If you commit it, the results do not depend on the run directories."""
     needs: dict[str, str] = Field({})
-    """The path of something that the study needs: needs.NAME=PATH."""
+    """Where something that the study needs is: needs.NAME=PATH. dry_run=true lists the names."""
     only: dict[str, Level | tuple[Level, ...]] = Field({})
     """Run only jobs at these levels, and what they depend on: only.corpus=english, or
     only.seed=[0,1]. The report still shows everything that is there."""
     jobs: int = Field(0, ge=0)
-    """Jobs to run at once; 0: one per GPU, or one per core."""
+    """How many jobs run at once. 0: one per GPU, or one per core without a GPU."""
     per_device: int = Field(1, ge=1)
     """How many runs share a GPU."""
     dry_run: bool = False
-    """Only list the runs, what they would cost, and what is missing (also written --dry-run)."""
+    """Only list the runs, their estimated cost, and what is missing (also written --dry-run)."""
     slurm: dict[str, str | int] = Field({})
     """Options of sbatch: slurm.partition=gpu, slurm.timeout_min=600."""
 
@@ -70,40 +70,51 @@ def main() -> None:
     if sys.argv[1:2] == ["verify"]:
         verify.main(sys.argv[2:])
         return
-    arguments = ["dry_run=true" if a == "--dry-run" else a for a in sys.argv[1:]]
-    files = [a for a in arguments if "=" not in a and not a.startswith("-")]
-    settings = load(Arguments, [a for a in arguments if a not in files], recipe=False)
-    if len(files) != 1:
-        such = typed("recipes/studies/kao2021-figure2.toml")
-        raise BadInput(f"give one study, such as {such}; given: {' '.join(files) or 'none'}")
-    study = read_study(find_recipe(files[0], kind="studies"), settings.scale)
-    root = Path(settings.output)
-    check_version(root)
-    kept = Path(settings.kept) if settings.kept else None
-    plan = Plan(study, root, settings.needs, kept)
-    only = {k: v if isinstance(v, tuple) else (v,) for k, v in settings.only.items()}
-    plan.restrict({factor: [str(level) for level in levels] for factor, levels in only.items()})
+    plan, settings = planned(sys.argv[1:])
     forecast = Forecast(plan)
     forecast.check()
     Notes(forecast)  # refuses a wrong placeholder now, not when the runs are done
-    ledger = Ledger(kept, plan)
+    ledger = Ledger(plan.kept, plan)
     if settings.dry_run:
         slots = 1 if settings.executor == "slurm" else executor_of(settings).slots
         costs = Costs(forecast, ledger.results)
         say(*listing(plan, costs, ledger.results, slots).split("\n"))
         return
     if plan.missing() and not any(job.stage and not job.missing for job in plan.jobs.values()):
-        raise BadInput(f"{study.path}: nothing can run: {'; '.join(_lacking(plan))}")
-    directory = root / f"{study.path.stem}-{settings.scale}"
-    executor = executor_of(settings)
+        raise BadInput(f"{plan.study.path}: nothing can run: {'; '.join(_lacking(plan))}")
+    run_study(plan, executor_of(settings), ledger)
+
+
+def planned(arguments: list[str]) -> tuple[Plan, Arguments]:
+    """The plan that a command line asks for, and its settings."""
+    arguments = ["dry_run=true" if a == "--dry-run" else a for a in arguments]
+    files = [a for a in arguments if "=" not in a and not a.startswith("-")]
+    settings = load(Arguments, [a for a in arguments if a not in files], recipe=False)
+    if len(files) != 1:
+        such = typed("recipes/studies/kao2021-figure2.toml")
+        raise BadInput(f"give one study, such as {such}; given: {' '.join(files) or 'none'}")
+    study = read_study(find_recipe(files[0], kind="studies"), settings.scale)
+    check_version(Path(settings.output))
+    kept = Path(settings.kept) if settings.kept else None
+    plan = Plan(study, Path(settings.output), settings.needs, kept)
+    only = {k: v if isinstance(v, tuple) else (v,) for k, v in settings.only.items()}
+    plan.restrict({factor: [str(level) for level in levels] for factor, levels in only.items()})
+    return plan, settings
+
+
+def run_study(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
+    """Run what is not done, and write and print the report. Raises Failure if a job fails."""
+    directory = plan.root / f"{plan.study.path.stem}-{plan.study.scale}"
     make_directory(directory, "output=")
     plan.digests.save()
-    write_json(root / "version.json", {"results": RESULTS})
+    write_json(plan.root / "version.json", {"results": RESULTS})
     for line in _lacking(plan):
         say(f"missing: {line}", error=True)
     ledger.unpack()
     outcomes = pool.run_plan(plan, executor, ledger.keep)
-    report(plan, outcomes, directory)
+    say(*write_report(Results(plan), outcomes, directory).split("\n"))
+    names = ("report.html", "report.md", "results.csv")
+    say("report   " + "   ".join(str(directory / name) for name in names))
     bad = [o for o in outcomes.values() if o.state in ("failed", "not run")]
     if bad:
         first = next((o for o in bad if o.state == "failed"), bad[0])
@@ -117,13 +128,6 @@ def executor_of(settings: Arguments) -> pool.Executor:
     if settings.executor == "slurm":
         return pool.Slurm(Path(settings.output), settings.slurm)
     return pool.local(settings.jobs, settings.per_device)
-
-
-def report(plan: Plan, outcomes: dict[str, pool.Outcome], directory: Path) -> None:
-    """Write the report of a study, and print it."""
-    say(*write_report(Results(plan), outcomes, directory).split("\n"))
-    names = ("report.html", "report.md", "results.csv")
-    say("report   " + "   ".join(str(directory / name) for name in names))
 
 
 def check_version(root: Path) -> None:
@@ -161,14 +165,15 @@ def listing(plan: Plan, costs: Costs, kept: Collection[str] = (), slots: int = 1
         state, cost = "not needed", ""
         if key in todo:
             state = "missing" if job.missing else "to do"
-            cost = duration(costs.seconds(job)) if costs.known(job) else "?"
+            seconds = costs.seconds(job)
+            cost = "?" if seconds is None else duration(seconds)
         elif job.done or key in kept:
             state = "there"
         lines.append(f"{key}  {state:<10} {cost:>9}  {job.name}")
-    known = [w for w in todo.values() if costs.known(w)]
+    known = [s for job in todo.values() if (s := costs.seconds(job)) is not None]
     estimate = "no time estimate"
     if known:
-        total = sum(costs.seconds(job) for job in known)
+        total = sum(known)
         estimate = f"about {duration(total)} of work for {len(known)} of them"
         if slots > 1:
             estimate += f", {duration(total / min(slots, len(known)))} with {slots} at once"

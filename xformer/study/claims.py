@@ -30,8 +30,8 @@ from xformer.config import find_recipe, merge, read_recipe
 from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.study.plan import Plan
-from xformer.study.results import LEVEL, Results, check_finite, half_width
-from xformer.study.spec import METRIC, SEED, Claim, ScoreTable, Study, levels_of
+from xformer.study.results import LEVEL, Results, half_width
+from xformer.study.spec import SEED, Claim, ScoreTable, Study, seeds_of
 
 POWER = 0.8  # the probability with which a detectable difference is found
 PATIENCE = 20  # seconds for git
@@ -66,9 +66,7 @@ class Difference:
 
 def paired_test(a: Sequence[float], b: Sequence[float], margin: float = 0.0) -> Difference:
     """The paired t test (Student 1908) of a - b against `margin`. Raises ValueError if the two
-    differ in length, and BadInput if a score is not finite."""
-    check_finite(a)
-    check_finite(b)
+    differ in length."""
     differences = [x - y for x, y in zip(a, b, strict=True)]
     mean, n = statistics.mean(differences), len(differences)
     deviation = statistics.stdev(differences) if n > 1 else 0.0
@@ -132,7 +130,8 @@ def verdicts(results: Results) -> list[Verdict]:
 
 
 def _verdict(results: Results, claim: Claim, table: ScoreTable) -> Verdict:
-    levels, margin = _levels(results.study, claim, table), claim.margin * table.scale
+    levels = results.study.levels_of(table).get(claim.each) or ("",)  # one if tested on average
+    margin = claim.margin * table.scale
     differences = {}
     for level in levels:
         fixed = {claim.each: level} if claim.each else {}
@@ -162,26 +161,13 @@ def _verdict(results: Results, claim: Claim, table: ScoreTable) -> Verdict:
     return Verdict(claim, table, state, tuple(parts), learnt=learnt)
 
 
-def _levels(study: Study, claim: Claim, table: ScoreTable) -> list[str]:
-    """The levels at each of which a claim is tested; one empty level if it is tested on average."""
-    if claim.each == METRIC:
-        return list(study.columns(table))
-    return list(study.factors(table.stage).get(claim.each) or [""])
-
-
 def _learnt(results: Results, claim: Claim, table: ScoreTable) -> bool:
     """Whether any run of a claim is above chance. True if the table gives no chance level. If no
     run is, a tie says nothing."""
-    columns = results.study.columns(table)
-    if not set(columns) <= set(table.chance):
+    if not set(results.study.columns(table)) <= set(table.chance):
         return True
-    for side in (claim.better, claim.than):
-        for job in results.runs(table, side):
-            levels = {**job.levels, **side}
-            for column in [levels[table.columns]] if table.columns in levels else columns:
-                if job.key in results.metrics and not results.at_chance(job, table, column):
-                    return True
-    return False
+    scores = [score for side in (claim.better, claim.than) for score in results.scores(table, side)]
+    return any(score.learnt for score in scores if score.value is not None)
 
 
 # ---------------------------------------------------------------------------------- registration
@@ -258,9 +244,9 @@ def _power(study: Study, claim: Claim) -> str:
     words."""
     assert study.registration is not None
     table = study.table(claim.table)
-    seeds = [levels_of(study, table.stage, side, SEED) for side in (claim.better, claim.than)]
-    pairs = len(seeds[0] & seeds[1])
-    tests = len(_levels(study, claim, table)) * study.registration.looks
+    better, than = (seeds_of(study, table, side, SEED) for side in (claim.better, claim.than))
+    pairs = len(better & than)
+    tests = len(study.levels_of(table).get(claim.each) or ("",)) * study.registration.looks
     return (
         f"margin {claim.margin:g}; {pairs} pairs find a difference "
         f"{detectable(pairs, tests):.2f} standard deviations from the margin"

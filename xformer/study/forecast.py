@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from xformer import checkpoint as checkpoints
 from xformer import cost
 from xformer.analysis.examples import check_length
@@ -51,8 +53,10 @@ UNKNOWN = "?"
 UNUSED = {"train.epochs": "train.steps", "batch.rows": "batch.tokens"}  # if the other is given
 MOST = 4  # values that are listed; more numbers become a range
 RATE = 40e9  # FLOP/s of one CPU core, until a run has been measured
-OTHER = 20.0  # seconds assumed for any other job
+OTHER = 20.0  # seconds assumed for a job of unknown cost
 START = 1.0  # seconds that a run needs before and after its steps; the fork server has the imports
+# what reading a file raises if it is missing, or is not what it should be
+UNREADABLE = (BadInput, KeyError, TypeError, ValueError, OSError)
 SPECIAL = 5  # tokens that every tokenizer of `preprocess.py tokenizer` has beside its letters
 
 
@@ -79,17 +83,20 @@ class TokenizerFacts:
 
 
 @dataclass(frozen=True)
-class StoreFacts:
-    """A store: what messages call it, its kind, its splits, its tokenizer."""
+class Facts:
+    """What is known of a checkpoint, a store or a tokenizer, there or still to be made: what
+    messages call it, the shape of a model, the kind and splits of a store, and the tokenizer."""
 
     name: str
+    tokenizer: TokenizerFacts
+    shape: ModelConfig | None = None
     kind: str | None = None
     splits: tuple[str, ...] | None = None
-    tokenizer: TokenizerFacts | None = None
+    rows_and_tokens: tuple[int, int] | None = None  # of the training split, once it is there
 
 
 class Forecast:
-    """The models, stores and tokenizers of a plan, by job or by path.
+    """What the jobs of a plan make, and what lies at the paths that they read.
 
     Raises BadInput naming the first run with an operation on a layer or head that its initial
     checkpoint does not have.
@@ -99,12 +106,11 @@ class Forecast:
         self.plan = plan
         self._by_path = {str(job.path): job for job in plan.jobs.values()}
         self._recipes: dict[str, Recipe] = {}
-        self._shapes: dict[str, ModelConfig | None] = {}
-        self._stores: dict[str, StoreFacts] = {}
-        self._tokenizers: dict[str, TokenizerFacts] = {}
+        self._made: dict[str, Facts] = {}
+        self._there: dict[str, Facts] = {}
         for job in plan.jobs.values():
             with within(plan.study.path), within(job.name):
-                self.shape(job)
+                self.made(job)
 
     def recipe(self, job: Job) -> Recipe:
         """The recipe of a run, with its defaults."""
@@ -113,126 +119,94 @@ class Forecast:
             self._recipes[job.key] = validate(Recipe, job.recipe)
         return self._recipes[job.key]
 
-    # ------------------------------------------------------------------------- shapes of models
+    def at(self, path: str) -> Facts:
+        """What lies at a path, or what a job will make there."""
+        if path not in self._there:
+            job = self._by_path.get(path)
+            facts = Facts(path, TokenizerFacts(path)) if job is None else self.made(job)
+            self._there[path] = _read(Path(path), facts)
+        return self._there[path]
 
-    def shape(self, job: Job) -> ModelConfig | None:
-        """The shape of the model that a job makes; None if it makes no model, or is not known."""
-        if job.key not in self._shapes:
-            self._shapes[job.key] = self._made_shape(job)
-        return self._shapes[job.key]
-
-    def shape_at(self, path: str) -> ModelConfig | None:
-        """The shape of a checkpoint: of the one on disk, or of the one that a job will make."""
-        shape = _read_shape(Path(path))
-        if shape is None and path in self._by_path:
-            return self.shape(self._by_path[path])
-        return shape
+    def made(self, job: Job) -> Facts:
+        """What a job makes, by its recipe or command alone."""
+        if job.key not in self._made:
+            self._made[job.key] = self._of_command(job) if job.recipe is None else self._of_run(job)
+        return self._made[job.key]
 
     def start(self, job: Job) -> ModelConfig | None:
         """The shape that a run starts from, with its own dropout; None if it is not known."""
         recipe = self.recipe(job)
         if recipe.init is None:
             return recipe.model
-        shape = self.shape_at(recipe.init)
+        shape = self.at(recipe.init).shape
         return None if shape is None else with_dropout(shape, recipe.model)
+
+    def store(self, paths: str | Sequence[str]) -> Facts:
+        """What a store is or will be; for several, what they are read as. Raises BadInput naming
+        two of them that are known to be of different kinds or tokenizers."""
+        first, *others = every = [self.at(path) for path in each(paths)]
+        for other in others:
+            line = f"{first.name} and {other.name} cannot be read as one: they differ in"
+            if first.kind and other.kind and first.kind != other.kind:
+                raise BadInput(f"{line} kind ({first.kind}; {other.kind})")
+            if first.tokenizer.is_other(other.tokenizer):
+                raise BadInput(f"{line} tokenizer")
+        splits = None
+        if all(store.splits is not None for store in every):
+            splits = tuple(dict.fromkeys(name for store in every for name in store.splits or ()))
+        kind = next((store.kind for store in every if store.kind), None)
+        name = " and ".join(store.name for store in every)
+        return replace(first, name=name, kind=kind, splits=splits)
 
     def unchecked(self, jobs: Iterable[Job]) -> int:
         """How many of the jobs are runs from a model that is not there, so it is not known yet
         whether they can use it."""
         return sum(job.recipe is not None and self.start(job) is None for job in jobs)
 
-    def _made_shape(self, job: Job) -> ModelConfig | None:
-        shape: ModelConfig | None = None
-        operations: tuple[Operation, ...] = ()
-        if job.recipe is not None:
-            shape, operations = self.start(job), self.recipe(job).surgery
+    def _of_run(self, job: Job) -> Facts:
+        recipe = self.recipe(job)
+        tokenizer = self.at(recipe.init or each(recipe.data)[0]).tokenizer
+        return self._after(Facts(job.name, tokenizer, self.start(job)), recipe.surgery)
+
+    def _of_command(self, job: Job) -> Facts:
+        tokenizer, shape = TokenizerFacts(job.key), None
+        source: str | None = None  # where the tokenizer comes from
         match job.command:
-            case ("-m", "xformer.convert", "from-hf", source, _):
-                with suppress(BadInput, KeyError, TypeError, OSError):
-                    shape = hf.read_shape(Path(source))
-            case ("-m", "xformer.surgery", before, out, *given) if out == str(job.path):
-                shape = self.shape_at(before)
-                operations = tuple(
+            case ("-m", "xformer.convert", "from-hf", directory, *_):
+                tokenizer = replace(tokenizer, letters=False)
+                with suppress(*UNREADABLE):
+                    shape = hf.read_shape(Path(directory))
+            case ("-m", "xformer.surgery", before, _, *given):
+                operations = [
                     parse_operation(text)
                     for option, text in pairwise(("", *given))
                     if not text.startswith("--") and option != "--seed"
-                )
-        if shape is None:
-            return None
-        shape = shape_after(shape, operations)
-        for operation in operations:
-            if operation.op == "transplant":  # takes another model's tokenizer and vocabulary size
-                other = self.shape_at(operation.arguments["source"])
-                size = 0 if other is None else other.vocab_size
-                shape = shape.model_copy(update={"vocab_size": size})
-        return shape
-
-    # -------------------------------------------------------------------- stores and tokenizers
-
-    def store(self, paths: str | Sequence[str]) -> StoreFacts:
-        """What a store is or will be; for several, what they are read as. Raises BadInput naming
-        two of them that are known to be of different kinds or tokenizers."""
-        first, *others = every = [self._store(path) for path in each(paths)]
-        for other in others:
-            line = f"{first.name} and {other.name} cannot be read as one: they differ in"
-            if first.kind and other.kind and first.kind != other.kind:
-                raise BadInput(f"{line} kind ({first.kind}; {other.kind})")
-            if first.tokenizer and other.tokenizer and first.tokenizer.is_other(other.tokenizer):
-                raise BadInput(f"{line} tokenizer")
-        splits = None
-        if all(store.splits is not None for store in every):
-            splits = tuple(dict.fromkeys(name for store in every for name in store.splits or ()))
-        kind = next((store.kind for store in every if store.kind), None)
-        tokenizer = next((store.tokenizer for store in every if store.tokenizer), None)
-        return StoreFacts(" and ".join(store.name for store in every), kind, splits, tokenizer)
-
-    def _store(self, path: str) -> StoreFacts:
-        if path not in self._stores:
-            self._stores[path] = self._read_store(path, self._by_path.get(path))
-        return self._stores[path]
-
-    def _read_store(self, path: str, job: Job | None) -> StoreFacts:
-        name = path if job is None else job.name
-        with suppress(BadInput, KeyError, TypeError):
-            meta = read_json(Path(path) / "store.json")
-            return StoreFacts(name, meta["kind"], tuple(meta["splits"]), self.tokenizer(path))
-        kind = None if job is None else made_kind(job.command)
-        return StoreFacts(name, kind, tokenizer=self.tokenizer(path) if kind else None)
-
-    def tokenizer(self, path: str) -> TokenizerFacts:
-        """The tokenizer in a tokenizer, store or checkpoint, or in what a job makes there."""
-        if path not in self._tokenizers:
-            job = self._by_path.get(path)
-            made = TokenizerFacts(path) if job is None else self._made_tokenizer(job)
-            self._tokenizers[path] = _read_tokenizer(path) or made
-        return self._tokenizers[path]
-
-    def _made_tokenizer(self, job: Job) -> TokenizerFacts:
-        """The tokenizer that a job leaves at its path."""
-        if job.recipe is not None:
-            recipe = self.recipe(job)
-            moved = [o.arguments["source"] for o in recipe.surgery if o.op == "transplant"]
-            return self.tokenizer([recipe.init or each(recipe.data)[0], *moved][-1])
-        unknown = TokenizerFacts(job.key)
-        source: str | None = None
-        match job.command:
+                ]
+                return self._after(replace(self.at(before), name=job.name), operations)
             case ("preprocess.py", "tokenizer", *options):
-                return _learned(unknown, options)
+                tokenizer = _learned(tokenizer, options)
             case ("preprocess.py", "synthetic", _, *options):
-                size, source = (_option(options, o) for o in ("--vocab-size", "--frequencies"))
-                most = int(size) if size else self.tokenizer(source).size if source else None
-                return TokenizerFacts(f"numbers {most or job.key}", most, letters=True)
+                size, other = (_option(options, o) for o in ("--vocab-size", "--frequencies"))
+                most = int(size) if size else self.at(other).tokenizer.size if other else None
+                tokenizer = TokenizerFacts(f"numbers {most or job.key}", most, letters=True)
             case ("preprocess.py", "pairs", *options):
                 source = _option(options, "--store")
             case ("preprocess.py", "text" | "task", *options):
+                tokenizer = replace(tokenizer, letters=True)
                 source = _option(options, "--tokenizer")
-                unknown = replace(unknown, letters=True)
-            case ("-m", "xformer.convert", "from-hf", *_):
-                unknown = replace(unknown, letters=False)
-            case ("-m", "xformer.surgery", before, _, *operations):
-                moves = any(text.strip().startswith("transplant") for text in operations)
-                source = None if moves else before
-        return self.tokenizer(source) if source else unknown
+        tokenizer = self.at(source).tokenizer if source else tokenizer
+        return Facts(job.name, tokenizer, shape, made_kind(job.command))
+
+    def _after(self, facts: Facts, operations: Sequence[Operation]) -> Facts:
+        """A checkpoint after operations on its weights."""
+        shape = facts.shape and shape_after(facts.shape, operations)
+        for operation in operations:
+            if operation.op == "transplant":  # takes another model's tokenizer and vocabulary size
+                other = self.at(operation.arguments["source"])
+                size = other.shape.vocab_size if other.shape else 0
+                shape = shape and shape.model_copy(update={"vocab_size": size})
+                facts = replace(facts, tokenizer=other.tokenizer)
+        return replace(facts, shape=shape)
 
     # ------------------------------------------------------- can each run use what it reads?
 
@@ -257,47 +231,41 @@ class Forecast:
                 self._check_analysis(settings)
 
     def _check_training(self, job: Job, recipe: Recipe) -> None:
-        start = self.start(job)
-        store = self.store(recipe.data)
+        start, store = self.start(job), self.store(recipe.data)
+        size = store.tokenizer.size
         if start is not None:
             check_model(recipe, start)
         if store.kind is not None:
             known = store.splits if store.splits is not None else ("train", "valid")
             check_data(recipe, store.kind, known, store.name)
         if recipe.init is None:
-            if store.tokenizer is not None and store.tokenizer.size:
-                checkpoints.check_vocabulary(recipe.model, store.tokenizer.size)
+            if size:
+                checkpoints.check_vocabulary(recipe.model, size)
             return
-        own = self._check_surgery(recipe, recipe.init, start)
-        if store.tokenizer is None:
-            return
-        if store.tokenizer.is_other(own):
+        self._check_surgery(self.at(recipe.init), recipe.surgery)
+        model = self.made(job)
+        if store.tokenizer.is_other(model.tokenizer):
             mapping.check_foreign_store(recipe.mapping, store.name)
-        shape = self.shape(job)
-        pieces = (shape.vocab_size if shape is not None else 0) or own.size
+        pieces = (model.shape.vocab_size if model.shape else 0) or model.tokenizer.size
         mapped = mapping.parse(recipe.mapping)[0] in ("ids", "symbols", "unused")
-        if mapped and pieces and store.tokenizer.size and store.tokenizer.size > pieces:
+        if mapped and pieces and size and size > pieces:
             raise BadInput(
-                f"mapping={recipe.mapping}: {store.name} has {store.tokenizer.size} ids, "
+                f"mapping={recipe.mapping}: {store.name} has {size} ids, "
                 f"the model {pieces} embeddings"
             )
 
-    def _check_surgery(
-        self, recipe: Recipe, init: str, start: ModelConfig | None
-    ) -> TokenizerFacts:
-        """The model's tokenizer after the operations. Raises BadInput if one cannot be done."""
-        tokenizer = self.tokenizer(init)
-        for operation in recipe.surgery:
+    def _check_surgery(self, model: Facts, operations: Sequence[Operation]) -> None:
+        """Raise BadInput if another model or a store that an operation reads does not fit."""
+        for operation in operations:
             if operation.op == "transplant":
-                other = self.shape_at(operation.arguments["source"])
-                if start is not None and other is not None:
-                    check_width(operation.arguments["source"], other.width, start.width)
-                tokenizer = self.tokenizer(operation.arguments["source"])
+                source = operation.arguments["source"]
+                other = self.at(source).shape
+                if model.shape is not None and other is not None:
+                    check_width(source, other.width, model.shape.width)
             elif operation.op == "substitute_unused":
                 store = self.store(operation.arguments["store"])
-                if store.tokenizer is not None:
-                    check_source(store.name, not store.tokenizer.is_other(tokenizer))
-        return tokenizer
+                check_source(store.name, not store.tokenizer.is_other(model.tokenizer))
+            model = self._after(model, [operation])
 
     def _check_scoring(self, source: str, settings: dict[str, str]) -> None:
         """What evaluate.py would check, if the run that it scores is part of the plan."""
@@ -311,9 +279,7 @@ class Forecast:
         store, trained = self.store(data), self.store(recipe.data)
         if store.kind is not None:
             check_kind(store.kind, TASKS[recipe.head], store.name)
-        if "mapping" in settings or store.tokenizer is None or trained.tokenizer is None:
-            return
-        if store.tokenizer.is_other(trained.tokenizer):
+        if "mapping" not in settings and store.tokenizer.is_other(trained.tokenizer):
             raise BadInput(
                 f"{store.name} was made with a different tokenizer from {trained.name}, which the "
                 "run is trained on"
@@ -323,31 +289,31 @@ class Forecast:
         """What an analysis checks of the checkpoints that it reads."""
         most = _settings(arguments).get("max_tokens", "")
         for path in (argument for argument in arguments if "=" not in argument):
-            shape = self.shape_at(path)
-            if shape is not None and most.isdigit():
-                name = self._by_path[path].name if path in self._by_path else path
-                check_length(int(most), name, shape.max_positions)
+            facts = self.at(path)
+            if facts.shape is not None and most.isdigit():
+                check_length(int(most), facts.name, facts.shape.max_positions)
 
 
-def _read_shape(path: Path) -> ModelConfig | None:
-    """The shape in the config.json of a checkpoint, or of the checkpoint that a run selected."""
-    with suppress(BadInput, KeyError, TypeError, OSError):  # the job that uses it reports the error
+def _read(path: Path, facts: Facts) -> Facts:
+    """What is known of a store or checkpoint, corrected by what lies there. A damaged file says
+    nothing here; the job that uses it reports the error."""
+    with suppress(*UNREADABLE):
+        meta = read_json(path / "store.json")
+        facts = replace(facts, kind=meta["kind"], splits=tuple(meta["splits"]))
+        train = meta["splits"]["train"]
+        facts = replace(facts, rows_and_tokens=(max(1, train["rows"]), train["tokens"]))
+    with suppress(*UNREADABLE):
         if (path / "result.json").is_file():
-            path = path / read_run_json(path / "result.json")["selected"]
-        return validate(ModelConfig, read_json(path / "config.json")["model"])
-    return None
-
-
-def _read_tokenizer(path: str) -> TokenizerFacts | None:
-    """The tokenizer that lies in a directory, or in the checkpoint that a run selected."""
-    place = Path(path)
-    with suppress(BadInput, KeyError, TypeError, ValueError):
-        if (place / "result.json").is_file():
-            place = checkpoints.resolve(place)
-        meta = read_json(place / META)
+            path = checkpoints.resolve(path)
+    with suppress(*UNREADABLE):
+        shape = validate(ModelConfig, read_json(path / "config.json")["model"])
+        facts = replace(facts, shape=shape)
+    with suppress(*UNREADABLE):
+        meta = read_json(path / META)
         size, letters = int(meta["vocab_size"]), meta["kind"] == "symbols"
-        return TokenizerFacts(path, size, letters, fingerprint=str(meta["fingerprint"]))
-    return None
+        sure = TokenizerFacts(str(path), size, letters, fingerprint=str(meta["fingerprint"]))
+        facts = replace(facts, tokenizer=sure)
+    return facts
 
 
 def made_kind(command: Sequence[str]) -> str | None:
@@ -395,44 +361,39 @@ class Costs:
     those whose results are `kept`, by key. Raises BadInput where Forecast does."""
 
     def __init__(self, forecast: Forecast, kept: Mapping[str, Any] | None = None):
-        self.forecast = forecast
+        self.forecast, kept = forecast, kept or {}
         runs = [job for job in forecast.plan.jobs.values() if job.recipe is not None]
         self.operations = {job.key: self._operations(job) for job in runs}
         rates = []
         spent: dict[str, list[float]] = {}  # by stage
         for job in runs:
-            if not job.done and job.key not in (kept or {}):
-                continue
-            content = read_run_json(job.proof) if job.done else (kept or {})[job.key]
-            seconds = content.get("seconds") if isinstance(content, dict) else None
-            if not isinstance(seconds, int | float):
-                raise BadInput(f"{job.proof} is damaged: it does not say how many seconds it took")
-            spent.setdefault(job.stage, []).append(seconds)
-            if operations := self.operations[job.key]:
-                rates.append(operations / max(seconds, 1e-3))
-        self.measured, self.rate = bool(rates), median(rates or [RATE])
+            if job.done or job.key in kept:
+                content = read_run_json(job.proof) if job.done else kept[job.key]
+                seconds = content.get("seconds") if isinstance(content, dict) else None
+                if not isinstance(seconds, int | float):
+                    why = "it does not say how many seconds it took"
+                    raise BadInput(f"{job.proof} is damaged: {why}")
+                spent.setdefault(job.stage, []).append(seconds)
+                if operations := self.operations[job.key]:
+                    rates.append(operations / max(seconds, 1e-3))
+        self.rate = median(rates) if rates else None
         # also for stages whose finished runs have no store here
         self.usual = {stage: median(seconds) for stage, seconds in spent.items()}
 
-    def known(self, job: Job) -> bool:
-        """Whether the seconds are more than a guess."""
-        return self.operations.get(job.key) is not None or job.stage in self.usual
-
-    def seconds(self, job: Job) -> float:
+    def seconds(self, job: Job) -> float | None:
         """Expected seconds of a job. For a run whose store is not made yet, those of its stage's
-        finished runs, or else a guess."""
-        operations = self.operations.get(job.key)
-        usual = self.usual.get(job.stage)
-        if operations is not None and (self.measured or usual is None):
-            return START + operations / self.rate
-        return OTHER if usual is None else START + usual
+        finished runs; None if there are none, and for a command."""
+        operations, usual = self.operations.get(job.key), self.usual.get(job.stage)
+        if operations is not None and (self.rate or usual is None):
+            return START + operations / (self.rate or RATE)
+        return None if usual is None else START + usual
 
     def _operations(self, job: Job) -> float | None:
-        recipe, shape = self.forecast.recipe(job), self.forecast.shape(job)
-        sizes = [size for path in each(recipe.data) if (size := _store_size(Path(path)))]
-        if shape is None or len(sizes) < len(each(recipe.data)):
+        recipe, shape = self.forecast.recipe(job), self.forecast.made(job).shape
+        sizes = [self.forecast.at(path).rows_and_tokens for path in each(recipe.data)]
+        if shape is None or None in sizes:
             return None
-        rows, tokens = map(sum, zip(*sizes, strict=True))
+        rows, tokens = np.sum(np.array(sizes), axis=0).tolist()
         length = min(-(-tokens // rows) + 2, recipe.batch.max_tokens)
         if recipe.train.steps:
             total = recipe.train.steps * (recipe.batch.tokens / length or recipe.batch.rows)
@@ -440,15 +401,6 @@ class Costs:
             total = recipe.train.epochs * rows * recipe.fraction
         amount = Workload.even(max(1, round(total)), length, recipe.masking.probability)
         return float(cost.training_flops(shape, task_of(Head(recipe.head)), amount))
-
-
-def _store_size(path: Path) -> tuple[int, int] | None:
-    """Rows and tokens of a store's training split; None if there is no store yet."""
-    try:
-        split = read_json(path / "store.json")["splits"]["train"]
-        return max(1, split["rows"]), split["tokens"]
-    except (BadInput, KeyError, TypeError, OSError):
-        return None
 
 
 # ----------------------------------------------------------------------------- numbers in notes
@@ -483,12 +435,10 @@ class Notes:
             )
 
     def _deviation(self, one: Deviation) -> Deviation:
+        texts = {name: text for name, text in one if isinstance(text, str)}
         place = f"deviation {one.what!r}"
-        texts = {
-            name: self._filled(getattr(one, name), place)
-            for name in ("what", "paper", "ours", "why")
-        }
-        return one.model_copy(update=texts)
+        filled = {name: self._filled(text, place) for name, text in texts.items()}
+        return one.model_copy(update=filled)
 
     def _filled(self, text: str, place: str) -> str:
         def value(match: re.Match[str]) -> str:
@@ -499,7 +449,7 @@ class Notes:
         filled = PLACEHOLDER.sub(value, text)
         if "{" in rest or "}" in rest:
             raise BadInput(
-                f"{place}: {text!r} has a brace that belongs to no placeholder; one is written "
+                f"{place}: {text!r} has a brace outside a placeholder; a placeholder is written "
                 "{STAGE: KEY}"
             )
         return filled
@@ -522,7 +472,7 @@ class Notes:
         if kind in ("count", "levels"):
             if factor not in runs[0].levels:
                 near = nearest(factor, list(runs[0].levels))
-                raise BadInput(f"the stage {match[1]} varies by no {factor!r}{near}")
+                raise BadInput(f"the stage {match[1]} does not vary by {factor!r}{near}")
             levels = list(dict.fromkeys(run.levels[factor] for run in runs))
             return in_words(len(levels)) if kind == "count" else _joined(levels, "and")
         return listed(self._product(run, key) for run in runs)
@@ -535,7 +485,7 @@ class Notes:
             if not equals:
                 raise BadInput(f"{part.strip()!r} is not of the form FACTOR=LEVEL")
             wanted[factor] = level
-        runs = [run for run in self.plan.runs(stage) if wanted.items() <= run.levels.items()]
+        runs = self.plan.runs(stage, wanted)
         if not runs:
             at = f" at {where.strip()}" if wanted else ""
             raise BadInput(f"the study has no run of the stage {stage}{at}")
@@ -560,7 +510,7 @@ class Notes:
             near = nearest(name, list(self.study.made))
             raise BadInput(f"no run of the study needs made.{name}{near}")
         _check_key(key)
-        shapes = [self.forecast.shape(job) for job in jobs]
+        shapes = [self.forecast.made(job).shape for job in jobs]
         return listed(getattr(shape, key.removeprefix("model."), None) for shape in shapes)
 
     def _product(self, run: Job, key: str) -> Any:

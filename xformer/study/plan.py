@@ -152,9 +152,10 @@ class Plan:
         names = {name for job in self.jobs.values() for name in job.missing}
         return {name: need for name, need in self.study.needs.items() if name in names}
 
-    def runs(self, stage: str) -> list[Job]:
-        """The runs of a stage, in order."""
-        return list(self._staged.get(stage, {}).values())
+    def runs(self, stage: str, at: Levels | None = None) -> list[Job]:
+        """The runs of a stage at some levels, in order."""
+        every = self._staged.get(stage, {}).values()
+        return [job for job in every if (at or {}).items() <= job.levels.items()]
 
     # ------------------------------------------------------------------------------ what it checks
 
@@ -178,8 +179,8 @@ class Plan:
     def _check_metric(self, table: ScoreTable) -> None:
         """Refuse a metric that the runs of a table will not have. What a command leaves in its
         result is not known."""
-        for job in self.runs(table.stage):
-            if job.recipe is None or not table.where.items() <= job.levels.items():
+        for job in self.runs(table.stage, table.where):
+            if job.recipe is None:
                 continue
             pairs = job.recipe.get("masking", {}).get("pair_weight", 0) > 0
             known = kind_of(job.recipe["head"], pairs).metrics
@@ -201,9 +202,8 @@ class Plan:
         wanted = validate(Recipe, job.recipe).system.precision
         content = read_config(config)
         try:
-            starts = (content, *content.get("starts", ()))
-            used = [flat(start["config"]).get("system.precision", wanted) for start in starts]
-            made_as = Path(content["config"].get("run", job.key)).name
+            starts = [flat(start["config"]) for start in (content, *content.get("starts", ()))]
+            made_as = Path(starts[0].get("run", job.key)).name
         except (AttributeError, KeyError, TypeError):
             raise BadInput(f"{config} is damaged: it holds no recipe") from None
         if made_as != job.key:
@@ -211,7 +211,7 @@ class Plan:
                 f"{job.path} holds the run {made_as}: it was copied or renamed; delete it to run "
                 f"{job.name} again"
             )
-        for precision in used:
+        for precision in (start.get("system.precision", wanted) for start in starts):
             if precision != wanted:
                 raise BadInput(
                     f"{self.study.path}: {job.name}: {job.path} was made with "
@@ -248,17 +248,9 @@ class Plan:
         program: tuple[str, ...] = ("train.py",)
         if stage.processes > 1:
             program = (*TORCHRUN, str(stage.processes), "-m", "xformer.train")
-        proof, ranks = path / "result.json", stage.processes
-        job = Job(
-            label,
-            key,
-            path,
-            proof,
-            (*program, str(path.with_suffix(".toml"))),
-            recipe=recipe,
-            processes=ranks,
-        )
-        return self._add(job, inputs, name)
+        command = (*program, str(path.with_suffix(".toml")))
+        job = Job(label, key, path, path / "result.json", command, recipe=recipe)
+        return self._add(replace(job, processes=stage.processes), inputs, name)
 
     def _settled(self, by_key: dict[str, Any], processes: int) -> tuple[str, str]:
         """The precision of a run, and its key. `auto` takes the precision of a run that is already
@@ -334,7 +326,7 @@ class Plan:
         for unknown in FACTOR.findall(PLACE.sub("", value)):
             if unknown != "{out}":
                 has = ", ".join(inputs.levels) or "none"
-                raise BadInput(f"{value!r}: {unknown} is no factor of it; its factors: {has}")
+                raise BadInput(f"{value!r}: {unknown} is not one of its factors: {has}")
         return PLACE_BELOW.sub(lambda place: self._place(place, inputs, by_key), value)
 
     def _place(self, place: re.Match[str], inputs: _Inputs, by_key: bool) -> str:

@@ -22,7 +22,7 @@ from xformer.config import toml_text
 from xformer.data.display import Progress, duration, say
 from xformer.data.errors import BadInput, Interrupted, lacks
 from xformer.monitor import records
-from xformer.study.forecast import Costs, Forecast
+from xformer.study.forecast import OTHER, Costs, Forecast
 from xformer.study.plan import Job, Plan, to_do
 
 TAIL = 15  # lines shown of a failed job's log
@@ -603,5 +603,5 @@ class StudyProgress(Progress):
 
     def _estimate(self) -> None:
         costs = Costs(Forecast(self.plan))
-        self.seconds = {key: costs.seconds(job) for key, job in self.open.items()}
+        self.seconds = {key: costs.seconds(job) or OTHER for key, job in self.open.items()}
         self.estimated = self.ended = time.monotonic()

@@ -6,7 +6,6 @@ that comes from a study file, a run or a log.
 
 from __future__ import annotations
 
-import math
 import shlex
 import shutil
 from base64 import b64encode
@@ -29,11 +28,12 @@ from xformer.study.pool import Outcome
 from xformer.study.results import (
     LEVEL,
     Cell,
+    Line,
     Panel,
     Results,
     Sample,
     Statistic,
-    events,
+    mean_line,
     state_of,
     write_csv,
 )
@@ -63,7 +63,7 @@ class Entry:
 class Grid:
     """Rows of entries below their column headers."""
 
-    heads: Sequence[str]
+    headers: Sequence[str]
     rows: Sequence[Sequence[Entry]]
 
 
@@ -74,6 +74,7 @@ class Drawing:
 
     file: str = ""  # its name beside the report, if it is written there
     svg: str = ""
+    source: Path | None = None  # the file that a run has drawn
     light: str = ""  # as a data URI
     dark: str = ""
     caption: str = ""
@@ -94,22 +95,13 @@ class Section:
 
 
 @dataclass(frozen=True)
-class LossCurve:
-    """The training loss of a run, as points of a drawing that is 400 wide and 160 high."""
-
-    points: str
-    highest: float
-    last_step: int
-
-
-@dataclass(frozen=True)
 class RunEntry:
     """A job of the study: its state, its scores, and the command that runs it."""
 
     job: Job
     state: str
     scores: str
-    curve: LossCurve | None
+    loss: Line | None  # of training, by step
     recipe: str
     config: str  # path of the resolved settings, relative to the report
     command: str
@@ -158,12 +150,11 @@ def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     Markdown."""
     write_csv(directory / "results.csv", results, outcomes)
     report = build_report(results, outcomes, directory)
-    for section in report.sections:
-        if section.figure is not None and section.figure.svg and section.figure.file:
-            (directory / section.figure.file).write_text(section.figure.svg, encoding="utf-8")
-    for picture in results.study.pictures:
-        if drawn := results.picture(picture):
-            shutil.copyfile(drawn[1], directory / f"{picture.name}.svg")
+    for figure in filter(None, (section.figure for section in report.sections)):
+        if figure.source is not None:
+            shutil.copyfile(figure.source, directory / figure.file)
+        elif figure.file:
+            (directory / figure.file).write_text(figure.svg, encoding="utf-8")
     for ending in ("html", "md"):
         text = render(report, ending)
         (directory / f"report.{ending}").write_text(text, encoding="utf-8")
@@ -190,9 +181,9 @@ def _claims(results: Results) -> Iterator[Section]:
     study, every = results.study, verdicts(results)
     if not every:
         return
-    heads, note = ["claim", "verdict", "evidence"], ""
+    headers, note = ["claim", "verdict", "evidence"], ""
     if study.registration is not None:
-        heads += ["margin", "detectable at power 0.8", "registered"]
+        headers += ["margin", "detectable at power 0.8", "registered"]
         note = f"Registered: {study.registration.words()}."
     rows = []
     for verdict in every:
@@ -200,7 +191,7 @@ def _claims(results: Results) -> Iterator[Section]:
         row += [Entry(text, prose=True) for text in (_ground(verdict), *_registration(verdict))]
         rows.append(row)
     title = "The paper's claims, and whether they hold here"
-    yield Section(title, grid=Grid(heads, rows), note=note)
+    yield Section(title, grid=Grid(headers, rows), note=note)
 
 
 def _ground(verdict: Verdict) -> str:
@@ -232,22 +223,22 @@ def _registration(verdict: Verdict) -> list[str]:
 
 def _table(results: Results, table: ScoreTable, notes: Notes) -> Section:
     cells = results.cells(table)
-    heads = [_head(table, cell.column) for cell in cells[0]]
+    headers = [_column(table, cell.column) for cell in cells[0]]
     rows = [[Entry(row[0].row), *(_cell(cell, table.digits) for cell in row)] for row in cells]
     drawing = None
     if table.show == "mean" and any(cell.sample for row in cells for cell in row):
-        drawing = Drawing(svg=table_figure(table, cells, heads))
+        drawing = Drawing(svg=table_figure(table, cells, headers))
     return Section(
         table.title,
         _legend(results, table),
         drawing,
-        grid=Grid([table.rows, *heads], rows),
+        grid=Grid([table.rows, *headers], rows),
         deviations=_deviations(notes, table),
         scores=_scores(cells, table.digits),
     )
 
 
-def _head(table: ScoreTable, column: str) -> str:
+def _column(table: ScoreTable, column: str) -> str:
     """The name of a column, with its metric if each column has its own."""
     if table.columns == METRIC or isinstance(table.metric, str) or column not in table.metric:
         return column
@@ -343,7 +334,7 @@ def _picture(results: Results, picture: Picture, notes: Notes) -> Iterator[Secti
         job, path = drawn
         dark = path.with_name(f"{path.stem}-dark.svg")
         images = (_data(path), _data(dark) if dark.is_file() else "")
-        drawing = Drawing(f"{picture.name}.svg", "", *images)
+        drawing = Drawing(f"{picture.name}.svg", "", path, *images)
         yield Section(picture.title, "", drawing, job, deviations=_deviations(notes, picture))
 
 
@@ -373,27 +364,11 @@ def _run(job: Job, results: Results, outcomes: dict[str, Outcome], directory: Pa
         job,
         state_of(job, outcomes),
         "; ".join(scores),
-        None if job.recipe is None else _loss_curve(job.path),
+        None if job.recipe is None else mean_line(job.name, [job], "train", "loss"),
         "" if job.recipe is None else toml_text(job.recipe),
         config,
         shlex.join(["python", *job.command]),
     )
-
-
-def _loss_curve(run: Path) -> LossCurve | None:
-    """Training loss by step, if the run's log has at least two points."""
-    try:
-        logged = [(event["step"], event["loss"]) for event in events(run, "train")]
-    except (OSError, KeyError, TypeError, ValueError, RecursionError):
-        return None
-    points = [p for p in logged if all(type(v) in (int, float) and math.isfinite(v) for v in p)]
-    if len(points) < 2:
-        return None
-    first, last = points[0][0], points[-1][0]
-    top = max(loss for _, loss in points) or 1.0
-    wide, high = 340 / max(last - first, 1), 110 / top
-    drawn = [f"{40 + wide * (step - first):.1f},{130 - high * loss:.1f}" for step, loss in points]
-    return LossCurve(" ".join(drawn), top, last)
 
 
 # ---------------------------------------------------------------------------------- its figures

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -81,21 +82,15 @@ class Sample:
 
 
 def sample_of(scores: Sequence[float]) -> Sample:
-    """The sample of one score or more. The resampling is seeded. Raises BadInput if a score is not
-    finite."""
-    check_finite(scores)
+    """The sample of one finite score or more. The resampling is seeded."""
     deviation = statistics.stdev(scores) if len(scores) > 1 else None
     interval = None
-    if deviation:
-        interval = _bootstrap(scores) if len(scores) >= ENOUGH else _student(scores, deviation)
+    if deviation and len(scores) >= ENOUGH:
+        interval = _bootstrap(scores)
+    elif deviation:
+        half = half_width(len(scores)) * deviation
+        interval = (mean(scores) - half, mean(scores) + half)
     return Sample(tuple(scores), mean(scores), deviation, statistics.median(scores), interval)
-
-
-def check_finite(scores: Sequence[float]) -> None:
-    """Raise BadInput naming the first score that is not finite."""
-    for place, score in enumerate(scores, 1):
-        if not math.isfinite(score):
-            raise BadInput(f"score {place} of {len(scores)} is {score}: scores must be finite")
 
 
 def half_width(n: int) -> float:
@@ -103,20 +98,10 @@ def half_width(n: int) -> float:
     return float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) / n**0.5
 
 
-def _student(scores: Sequence[float], deviation: float) -> tuple[float, float]:
-    half = half_width(len(scores)) * deviation
-    return mean(scores) - half, mean(scores) + half
-
-
 def _bootstrap(scores: Sequence[float]) -> tuple[float, float] | None:
     low, high = stats.bootstrap(
-        (np.asarray(scores, float),),
-        np.mean,
-        confidence_level=LEVEL,
-        n_resamples=RESAMPLES,
-        method="BCa",
-        rng=np.random.default_rng(0),
-    ).confidence_interval
+        (scores,), np.mean, confidence_level=LEVEL, n_resamples=RESAMPLES, rng=0
+    ).confidence_interval  # its method is BCa
     return (float(low), float(high)) if np.isfinite([low, high]).all() else None
 
 
@@ -131,6 +116,17 @@ def statistics_of(values: Sequence[float]) -> dict[str, float | None]:
 
 
 # -------------------------------------------------------------------------- tables of all scores
+
+
+@dataclass(frozen=True)
+class Score:
+    """The score of a run in a column of a table, in the units of the table. If its columns are
+    metrics, the column is one of the levels."""
+
+    job: Job
+    levels: Levels
+    value: float | None  # None if the run, or the one that it is compared with, is not finished
+    learnt: bool  # whether the run is above the table's `chance`, up to rounding
 
 
 @dataclass(frozen=True)
@@ -205,18 +201,27 @@ class Results:
             if job.stage and job.done
         }
 
-    def score(self, job: Job, table: ScoreTable, column: str) -> float | None:
-        """The run's score in a column of a table, in its units, minus that of the run that `minus`
-        names; None if either is not finished."""
-        value = self._plain_score(job, table, column)
-        if not table.minus or value is None:
-            return value
-        levels = {factor: job.levels[factor] for factor in self.study.factors(table.minus)}
-        base = next((w for w in self.plan.runs(table.minus) if w.levels == levels), None)
-        less = None if base is None else self._plain_score(base, table, column)
-        return None if less is None else value - less
+    def scores(self, table: ScoreTable, wanted: Levels) -> Iterator[Score]:
+        """The scores of a table at these levels, in the order of its runs. A level that is wanted
+        takes the place of one in the table's `where`, so claims can compare others."""
+        minus = list(self.study.factors(table.minus)) if table.minus else []
+        bases = {tuple(job.levels.values()): job for job in self.plan.runs(table.minus)}
+        levels = {**table.where, **wanted}
+        metric = levels.pop(METRIC, None)
+        metrics = self.study.columns(table) if metric is None else (metric,)
+        for job in self.plan.runs(table.stage, levels):
+            base = bases.get(tuple(job.levels[factor] for factor in minus))
+            for column in metrics if table.columns == METRIC else [job.levels[table.columns]]:
+                value, chance = self._score(job, table, column), table.chance.get(column)
+                floor = -math.inf if chance is None else table.scale * (chance + ROUNDING)
+                learnt = value is None or value > floor
+                if table.minus and value is not None:
+                    less = None if base is None else self._score(base, table, column)
+                    value = None if less is None else value - less
+                yield Score(job, {**job.levels, table.columns: column}, value, learnt)
 
-    def _plain_score(self, job: Job, table: ScoreTable, column: str) -> float | None:
+    def _score(self, job: Job, table: ScoreTable, column: str) -> float | None:
+        """A run's score in a column of a table, in its units; None if the run is not finished."""
         named, _, metric = table.metric_of(column).rpartition(".")
         splits = self.metrics.get(job.key)
         if splits is None:
@@ -232,18 +237,6 @@ class Results:
             scores.append(splits[split][metric])
         return mean(scores) * table.scale
 
-    def runs(self, table: ScoreTable, wanted: Levels) -> list[Job]:
-        """The table's runs at these levels. A level of METRIC is a column, not a factor of runs."""
-        levels = {f: level for f, level in {**table.where, **wanted}.items() if f != METRIC}
-        return [w for w in self.plan.runs(table.stage) if levels.items() <= w.levels.items()]
-
-    def at_chance(self, job: Job, table: ScoreTable, column: str) -> bool:
-        """Whether a run is not above the table's `chance`, up to rounding."""
-        score, chance = self._plain_score(job, table, column), table.chance.get(column)
-        return (
-            score is not None and chance is not None and score <= table.scale * (chance + ROUNDING)
-        )
-
     def replicates(self, table: ScoreTable, wanted: Levels) -> dict[Replicate, float]:
         """Scores of the runs at these levels by seed, averaged over everything else.
 
@@ -254,12 +247,11 @@ class Results:
         rest = [factor for factor in self.study.factors(table.stage) if factor not in inside]
         replicates = [SEED] if SEED in rest else rest
         groups: dict[Replicate, list[float | None]] = {}
-        for job in self.runs(table, wanted):
-            column = {**job.levels, **wanted}[table.columns]
-            key = tuple(job.levels[factor] for factor in replicates)
-            groups.setdefault(key, []).append(self.score(job, table, column))
-        whole = {k: [s for s in scores if s is not None] for k, scores in groups.items()}
-        return {k: mean(s) for k, s in whole.items() if s and len(s) == len(groups[k])}
+        for score in self.scores(table, wanted):
+            key = tuple(score.levels[factor] for factor in replicates)
+            groups.setdefault(key, []).append(score.value)
+        whole = {k: [v for v in values if v is not None] for k, values in groups.items()}
+        return {k: mean(values) for k, values in whole.items() if len(values) == len(groups[k])}
 
     def means(self, table: ScoreTable) -> dict[str, tuple[str, ...]]:
         """The columns that each mean of columns has at this scale."""
@@ -278,26 +270,22 @@ class Results:
     def _cell(self, table: ScoreTable, row: str, name: str, parts: tuple[str, ...]) -> Cell:
         """A column, or the mean of some columns for each replicate that has them all."""
         wanted = {part: {table.rows: row, table.columns: part} for part in parts}
-        first, *others = (self.replicates(table, wanted[part]) for part in parts)
+        first, *others = (self.replicates(table, levels) for levels in wanted.values())
         keys = [key for key in first if all(key in other for other in others)]
-        scores = [mean(one[key] for one in (first, *others)) for key in keys]
-        runs = {
-            part: [
-                w for w in self.runs(table, wanted[part]) if self.score(w, table, part) is not None
-            ]
-            for part in parts
-        }
+        means = [mean(one[key] for one in (first, *others)) for key in keys]
+        every = [score for levels in wanted.values() for score in self.scores(table, levels)]
+        scores = [score for score in every if score.value is not None]
         is_mean = name in table.means
         whole = not is_mean or len(parts) == len(table.means[name])
         return Cell(
             row,
             name,
-            tuple(job for part in parts for job in runs[part]),
-            sample_of(scores) if scores else None,
+            tuple(score.job for score in scores),
+            sample_of(means) if means else None,
             self._published(table, row, name) if whole else None,
             table.show,
-            None if is_mean else self._best(runs[name], table, name),
-            0 if is_mean else sum(self.at_chance(job, table, name) for job in runs[name]),
+            None if is_mean else self._best(scores, table, name),
+            0 if is_mean else sum(not score.learnt for score in scores),
         )
 
     def _published(self, table: ScoreTable, row: str, column: str) -> float | None:
@@ -306,16 +294,16 @@ class Results:
         name = self.study.stands_for
         return table.published.number(name(table.rows, row), name(table.columns, column))
 
-    def _best(self, runs: Sequence[Job], table: ScoreTable, column: str) -> float | None:
+    def _best(self, runs: Sequence[Score], table: ScoreTable, column: str) -> float | None:
         """The highest score of some runs, or of all their validations if the table asks for it."""
         if table.best == "none":
             return None
-        scores = [score for w in runs if (score := self.score(w, table, column)) is not None]
+        scores = [run.value for run in runs if run.value is not None]
         split, _, metric = table.metric_of(column).rpartition(".")
         if table.best == "epoch" and (split or table.split) == "valid":
-            for job in runs:
-                log = job.path / "log.jsonl"
-                every = events(job.path, "validation") if log.is_file() else []
+            for run in runs:
+                log = run.job.path / "log.jsonl"
+                every = events(run.job.path, "validation") if log.is_file() else []
                 validations = [float(event[metric]) for event in every if metric in event]
                 if not all(map(math.isfinite, validations)):
                     raise BadInput(f"{log}: {metric} of a validation is not finite")
@@ -335,17 +323,16 @@ class Results:
             group = groups.setdefault(cell.row if summary.by == table.rows else cell.column, [])
             if cell.sample is not None:
                 group.append(cell.sample.mean)
-        printed = summary.published
-        rows = []
-        for level, values in groups.items():
-            name = self.study.stands_for(summary.by, level)
-            rows.append(
-                [
-                    Statistic(level, what, value, printed.number(name, what) if printed else None)
-                    for what, value in statistics_of(values).items()
-                ]
-            )
-        return rows
+        printed = summary.published.number if summary.published else lambda *_: None
+        return [
+            [
+                Statistic(
+                    level, what, value, printed(self.study.stands_for(summary.by, level), what)
+                )
+                for what, value in statistics_of(values).items()
+            ]
+            for level, values in groups.items()
+        ]
 
     # ------------------------------------------------------------------------ curves and pictures
 
@@ -357,41 +344,35 @@ class Results:
         factors = self.study.factors(curves.stage)
         alone = curves.panels == curves.lines  # one panel for all
         levels = [f"by {curves.lines}"] if alone else list(factors[curves.panels])
+        logged = [("train", "", curves.value), ("validation", "validation ", curves.validation)]
         panels = []
-        logged = [("train", curves.value), ("validation", curves.validation)]
-        for event, value in logged if curves.validation else logged[:1]:
-            values = value if isinstance(value, dict) else dict.fromkeys(levels, value)
-            for level in levels:
-                lines = []
-                for name in factors[curves.lines]:
-                    wanted = {**curves.where, curves.panels: level, curves.lines: name}
-                    line = self._line(curves.stage, name, wanted, event, values.get(level, ""))
-                    if line is not None:
-                        lines.append(line)
-                if lines:
-                    what = "" if event == "train" else f"{event} "
-                    panels.append(Panel(level, f"{what}{values[level]}", tuple(lines)))
+        for (event, prefix, value), level in product(logged, levels):
+            name = value if isinstance(value, str) else value.get(level, "")
+            lines = []
+            for line in factors[curves.lines] if name else ():
+                wanted = {**curves.where, curves.panels: level, curves.lines: line}
+                runs = [run for run in self.plan.runs(curves.stage, wanted) if run.done]
+                lines.append(mean_line(line, runs, event, name))
+            if drawn := tuple(line for line in lines if line is not None):
+                panels.append(Panel(level, f"{prefix}{name}", drawn))
         return panels
-
-    def _line(self, stage: str, name: str, wanted: Levels, event: str, value: str) -> Line | None:
-        runs = [
-            str(job.path)
-            for job in self.plan.runs(stage)
-            if wanted.items() <= job.levels.items() and job.done
-        ]
-        try:
-            curve = average(runs, event, value, CurvesConfig(out="-"))
-        except (BadInput, OSError, TypeError):  # no run, no log, no such number
-            return None
-        return Line(name, len(runs), curve["x"], curve["mean"], curve["deviation"])
 
     def picture(self, picture: Picture) -> tuple[Job, Path] | None:
         """The run whose figure a report shows, and that figure; None if no run is finished."""
-        for job in self.plan.runs(picture.stage):
+        for job in self.plan.runs(picture.stage, picture.where):
             path = job.path / picture.file
-            if picture.where.items() <= job.levels.items() and job.done and path.is_file():
+            if job.done and path.is_file():
                 return job, path
         return None
+
+
+def mean_line(name: str, runs: Sequence[Job], event: str, value: str) -> Line | None:
+    """The line of some runs; None if there is no run, no log, or no such number in it."""
+    try:
+        curve = average([str(job.path) for job in runs], event, value, CurvesConfig(out="-"))
+    except (BadInput, OSError, LookupError, TypeError, ValueError, RecursionError):
+        return None
+    return Line(name, len(runs), curve["x"], curve["mean"], curve["deviation"])
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -406,7 +387,7 @@ def _read_metrics(job: Job, with_log: bool) -> Metrics:
     if metrics is not None and "split" in content:  # evaluate.py scores one split
         metrics = {content["split"]: metrics}
     if not isinstance(metrics, dict) or not all(map(_are_scores, metrics.values())):
-        raise BadInput(f"{job.proof} is no result: it has no metrics")
+        raise BadInput(f"{job.proof} has no metrics; delete it to run {job.name} again")
     if with_log and job.recipe is not None:
         last = (events(job.path, "train") or [{}])[-1]
         numbers = {k: float(v) for k, v in last.items() if isinstance(v, int | float)}
@@ -566,23 +547,20 @@ def _checked_result(path: Path, members: dict[str, bytes], job: Job) -> Any:
     """A job's result among the members of its file. Raises BadInput unless the file holds this
     job, and all that a run's manifest lists."""
     name = job.proof.relative_to(job.path).as_posix()
+    key = members.get(KEY, b"without a key").decode(errors="replace").strip()
     try:
         result = json.loads(members[name])
-    except (KeyError, ValueError, RecursionError):
-        raise _damaged(path, f"it holds no {name}") from None
-    key = members.get(KEY, b"").decode(errors="replace").strip()
+        name = RUN_MANIFEST  # runs of early versions have none
+        sums = dict(json.loads(members[name])["sha256"] if name in members else {})
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise _damaged(path, f"it holds no {name} that can be read") from None
     if key != job.key:
-        raise _damaged(path, f"it holds the job {key or 'without a key'}")
-    if RUN_MANIFEST in members:
-        try:
-            sums = dict(json.loads(members[RUN_MANIFEST])["sha256"])
-        except (KeyError, TypeError, ValueError, RecursionError):
-            raise _damaged(path, f"its {RUN_MANIFEST} lists no checksums") from None
-        for name, expected in sums.items():
-            if name not in members:
-                raise _damaged(path, f"it holds no {name}")
-            if sha256(members[name]).hexdigest() != expected:
-                raise _damaged(path, f"its {name} is not as the run wrote it")
+        raise _damaged(path, f"it holds the job {key}")
+    for name, expected in sums.items():
+        if name not in members:
+            raise _damaged(path, f"it holds no {name}")
+        if sha256(members[name]).hexdigest() != expected:
+            raise _damaged(path, f"its {name} is not as the run wrote it")
     return result
 
 

@@ -344,11 +344,15 @@ class Study(Settings):
         """The table of a name."""
         return next(table for table in self.tables if table.name == name)
 
+    def levels_of(self, table: ScoreTable) -> dict[str, tuple[str, ...]]:
+        """The levels of each factor of a table's scores. METRIC is one if the columns are
+        metrics."""
+        levels = {factor: tuple(levels) for factor, levels in self.factors(table.stage).items()}
+        return levels | ({METRIC: tuple(table.metric)} if table.columns == METRIC else {})
+
     def columns(self, table: ScoreTable) -> tuple[str, ...]:
         """The columns of a table, without its means."""
-        if table.columns == METRIC:
-            return tuple(table.metric)
-        return tuple(self.factors(table.stage)[table.columns])
+        return self.levels_of(table)[table.columns]
 
     def stands_for(self, factor: str, level: str) -> str:
         """The published name of a level."""
@@ -398,11 +402,9 @@ def read_study(path: Path, scale: str) -> Study:
     if all(isinstance(one, list) for one in lists):
         merged["deviations"] = [*lists[0], *lists[1]]
     with within(path):
-        study = validate(Study, merged)
-        _check_levels(study)
-        _check_deviations(study)
-        study = _at_scale(study)
-        _check(study)
+        whole = validate(Study, merged)
+        study = _at_scale(whole)
+        _check(study, whole)
     return study
 
 
@@ -426,73 +428,86 @@ def _at_scale(study: Study) -> Study:
 # ------------------------------------------------------------------ do its parts fit together?
 
 
-def _known(name: str, names: Collection[str], place: str = "") -> None:
-    """Raise BadInput if a name is not among the known ones."""
-    if name not in names:
-        near = nearest(name, sorted(names))
-        at = f"{place}: " if place else ""
-        raise BadInput(f"{at}there is no {name!r}{near}")
-
-
-def _check_levels(study: Study) -> None:
-    """Refuse `levels` that name a factor or a level that does not exist."""
-    every = {factor for stage in study.stages.values() for factor in stage.vary}
-    for factor, levels in study.levels.items():
-        _known(factor, every, f"levels.{factor}")
-        vary = [stage.vary[factor] for stage in study.stages.values() if factor in stage.vary]
-        for level in levels:
-            _known(level, {str(value) for values in vary for value in values}, f"levels.{factor}")
-
-
-def _check_deviations(study: Study) -> None:
-    """Refuse a deviation of a table or figure that does not exist. A deviation that comes from the
-    base of a study may name a table that only the base shows."""
-    if "base" in tomllib.loads(study.path.read_text(encoding="utf-8")):
-        return
-    for one in study.deviations:
-        for kind in ("tables", "curves", "pictures"):
-            names = {shown.name for shown in getattr(study, kind)}
-            for name in getattr(one, kind):
-                _known(name, names, f"deviation {one.what!r}: {kind}")
-
-
-def _check(study: Study) -> None:
-    """Refuse a study whose parts do not fit together."""
+def _check(study: Study, whole: Study) -> None:
+    """Refuse a study whose parts do not fit together. `whole` has the parts that the scale leaves
+    out, too."""
     _check_file_names(study)
+    for place, name, names in _references(study, whole):
+        if name not in names:
+            raise BadInput(f"{place}: there is no {name!r}{nearest(name, sorted(names))}")
     for name in study.stages:
         with within(f"stages.{name}"):
             _check_stage(study, name)
-    names: dict[str, Collection[str]]
-    names = {"need": study.needs, "made": study.made, "stage": study.stages}
-    for kind, name, *_ in PLACE.findall(study.model_dump_json()):
-        _known(name, names[kind], f"{{{kind}.{name}}}")
-    for shown in study.shows():
-        with within(f"{shown.kind} {shown.name}"):
-            _check_factors(study, shown)
-            if isinstance(shown, ScoreTable):
-                _check_table(study, shown)
-    if study.registration is not None and study.claims:
-        _known(SEED, study.registration.seeds, "registration")
-    tables = {table.name: table for table in study.tables}
-    for summary in study.summaries:
-        with within(f"summary {summary.title!r}"):
-            _known(summary.table, tables)
-            _known(summary.by, {tables[summary.table].rows, tables[summary.table].columns})
+    for table in study.tables:
+        with within(f"table {table.name}"):
+            _check_table(study, table)
     for claim in study.claims:
         with within(f"claim {claim.text!r}"):
-            _known(claim.table, tables)
-            _check_claim(study, claim, tables[claim.table])
-            _check_seeds(study, claim, tables[claim.table])
+            _check_claim(study, claim, study.table(claim.table))
+
+
+def _references(study: Study, whole: Study) -> Iterator[tuple[str, str, Collection[str]]]:
+    """Every name by which one part of a study refers to another: where it stands, the name, and
+    the names that there are. A later name is looked up by those before it, once they are known."""
+    stages, tables = study.stages, {table.name: table for table in study.tables}
+    for factor, levels in study.levels.items():
+        place = f"levels.{factor}"
+        yield place, factor, {name for stage in stages.values() for name in stage.vary}
+        known = {str(value) for stage in stages.values() for value in stage.vary.get(factor, ())}
+        yield from ((place, level, known) for level in levels)
+    # a deviation that comes from the base of a study may name a table that only the base shows
+    own = "base" not in tomllib.loads(study.path.read_text(encoding="utf-8"))
+    for one, kind in product(study.deviations if own else (), ("tables", "curves", "pictures")):
+        names = {shown.name for shown in getattr(whole, kind)}
+        place = f"deviation {one.what!r}: {kind}"
+        yield from ((place, name, names) for name in getattr(one, kind))
+    sources: dict[str, Collection[str]]
+    sources = {"need": study.needs, "made": study.made, "stage": stages}
+    for kind, name, *_ in PLACE.findall(study.model_dump_json()):
+        yield f"{{{kind}.{name}}}", name, sources[kind]
+    for shown in study.shows():
+        place = f"{shown.kind} {shown.name}"
+        yield place, shown.stage, stages
+        factors = study.factors(shown.stage)
+        yield from ((place, factor, factors) for factor in (*shown.factors(), *shown.where))
+        yield from ((place, level, factors[factor]) for factor, level in shown.where.items())
+    for table in study.tables:
+        place, factors = f"table {table.name}", study.factors(table.stage)
+        every = set(map(str, stages[table.stage].vary.get(table.columns, table.metric)))
+        yield from ((f"{place}: chance", column, every) for column in table.chance)
+        if table.minus:
+            yield place, table.minus, stages
+            yield from ((place, factor, factors) for factor in stages[table.minus].vary)
+    for summary in study.summaries:
+        place = f"summary {summary.title!r}"
+        yield place, summary.table, tables
+        yield place, summary.by, {tables[summary.table].rows, tables[summary.table].columns}
+    for claim in study.claims:
+        yield from _references_of(study, claim)
+
+
+def _references_of(study: Study, claim: Claim) -> Iterator[tuple[str, str, Collection[str]]]:
+    """The names to which a claim refers; see `_references`."""
+    place, sides = f"claim {claim.text!r}", (claim.better, claim.than)
+    yield place, claim.table, {table.name for table in study.tables}
+    table = study.table(claim.table)
+    levels = study.levels_of(table)
+    yield from ((place, f, levels) for f in (*claim.better, *claim.than, claim.each) if f)
+    yield from ((place, level, levels[f]) for side in sides for f, level in side.items())
+    if study.registration is not None:
+        seeds = study.registration.seeds
+        yield "registration", SEED, seeds
+        factors = study.factors(table.stage)
+        yield from ((f"{place}: registration.seeds.{f}", f, factors) for f in seeds)
 
 
 def _check_file_names(study: Study) -> None:
     """Refuse names that would lead a file of the study out of the study's directories."""
-    names: dict[str, list[str]] = {"stages": list(study.stages), "made": list(study.made)}
-    for kind in ("tables", "curves", "pictures"):
-        names[kind] = [shown.name for shown in getattr(study, kind)]
-        if twice := _twice(names[kind]):
-            raise BadInput(f"two of the {kind} are named {twice!r}; give one another name")
+    names = {"stages": list(study.stages), "made": list(study.made)}
+    names |= {k: [s.name for s in getattr(study, k)] for k in ("tables", "curves", "pictures")}
     for kind, every in names.items():
+        if twice := _twice(every):
+            raise BadInput(f"two of the {kind} are named {twice!r}; give one another name")
         for name in every:
             if not is_safe_filename(name):
                 good = "give letters, digits, - and _"
@@ -532,67 +547,36 @@ def _check_table(study: Study, table: ScoreTable) -> None:
         raise BadInput(f"rows and columns are both {table.rows!r}")
     if table.columns == METRIC and isinstance(table.metric, str):
         raise BadInput(f'columns="{METRIC}" needs metric.NAME=METRIC')
-    if isinstance(table.metric, dict):
-        for column in study.columns(table):
-            if column not in table.metric:
-                raise BadInput(f"metric.{column} must be given")
-    for column in table.chance:
-        every = study.stages[table.stage].vary.get(table.columns, table.metric)
-        _known(column, set(map(str, every)), "chance")
-    if table.minus:
-        if table.best != "none":
-            raise BadInput("a table of differences (minus) has no best; leave one of them out")
-        _known(table.minus, study.stages)
-        for factor in study.stages[table.minus].vary:
-            _known(factor, study.factors(table.stage))
-
-
-def _check_factors(study: Study, shown: Shown) -> None:
-    """Refuse a table or figure of a stage, a factor or a level that does not exist."""
-    _known(shown.stage, study.stages)
-    every = study.factors(shown.stage)
-    for factor in (*shown.factors(), *shown.where):
-        _known(factor, every)
-    for factor, level in shown.where.items():
-        _known(level, every[factor])
+    for column in study.columns(table) if isinstance(table.metric, dict) else ():
+        if column not in table.metric:
+            raise BadInput(f"metric.{column} must be given")
+    if table.minus and table.best != "none":
+        raise BadInput("a table of differences (minus) has no best; leave one of them out")
 
 
 def _check_claim(study: Study, claim: Claim, table: ScoreTable) -> None:
-    factors = {name: set(levels) for name, levels in study.factors(table.stage).items()}
-    if table.columns == METRIC:
-        factors[METRIC] = set(study.columns(table))
-        for side in (claim.better, claim.than):
-            if METRIC not in (*side, claim.each):
-                raise BadInput(f"say which {METRIC} of table {table.name}")
-    for factor in filter(None, (*claim.better, *claim.than, claim.each)):
-        _known(factor, factors)
-    for factor, level in (*claim.better.items(), *claim.than.items()):
-        _known(level, factors[factor])
+    """Refuse a claim that compares nothing, or that has fewer seeds at this scale than its
+    registration says."""
+    sides = (claim.better, claim.than)
+    if table.columns == METRIC and not all(METRIC in (*side, claim.each) for side in sides):
+        raise BadInput(f"say which {METRIC} of table {table.name}")
     if claim.better == claim.than or claim.each in {**claim.better, **claim.than}:
         raise BadInput("it compares a level with itself")
+    needed = study.registration.seeds if study.registration is not None else {}
+    for (factor, number), side in product(needed.items(), sides):
+        levels = seeds_of(study, table, side, factor)
+        if len(levels) < number:
+            fixed = [level for name, level in side.items() if name != METRIC]
+            raise BadInput(
+                f"registration.seeds.{factor}={number}, but {', '.join(fixed) or 'one side'} has "
+                f"{len(levels)} levels of it"
+            )
 
 
-def _check_seeds(study: Study, claim: Claim, table: ScoreTable) -> None:
-    """Refuse a claim that has fewer seeds at this scale than its registration says."""
-    if study.registration is None:
-        return
-    for factor, number in study.registration.seeds.items():
-        place = f"registration.seeds.{factor}"
-        _known(factor, study.factors(table.stage), place)
-        for side in (claim.better, claim.than):
-            levels = levels_of(study, table.stage, side, factor)
-            if len(levels) < number:
-                fixed = [level for name, level in side.items() if name != METRIC]
-                raise BadInput(
-                    f"{place}={number}, but {', '.join(fixed) or 'one side'} has {len(levels)} "
-                    "levels of it"
-                )
-
-
-def levels_of(study: Study, stage: str, side: Levels, factor: str) -> set[str]:
-    """The levels of a factor at which a stage has runs for one side of a claim."""
+def seeds_of(study: Study, table: ScoreTable, side: Levels, factor: str) -> set[str]:
+    """The levels of a random factor at which a table has runs for one side of a claim."""
     wanted = {name: level for name, level in side.items() if name != METRIC}
-    every = study.combinations(stage)
+    every = study.combinations(table.stage)
     return {levels.get(factor, "") for levels in every if wanted.items() <= levels.items()}
 
 

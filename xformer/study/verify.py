@@ -26,6 +26,7 @@ from xformer.parallel import processes
 from xformer.prepare import DROPOUT_SETTINGS
 from xformer.recipe import Recipe
 from xformer.run import is_run, read_config
+from xformer.study.plan import TORCHRUN
 
 # the fields of a log's record that the clock or the machine decides
 CLOCK = {"time", "seconds", "real_tokens_per_second", "memory_gib", "mfu"}
@@ -51,27 +52,26 @@ def main(arguments: list[str]) -> None:
         raise BadInput(f"{run} is not a run: it has no config.json that training wrote")
     steps = validate(Verify, parse_overrides(Verify, arguments[1:])).steps
     content = read_config(run / "config.json")
-    starts = content.get("starts") or [{"step": 0, **content}]
-    if starts[0]["step"]:
+    first, *later = content.get("starts") or [{"step": 0, **content}]
+    if first["step"]:
         raise BadInput(f"{run} does not say what its first steps were made with")
-    config, before = starts[0]["config"], starts[0]["environment"]
+    config = first["config"]
     steps = max(steps, config["train"]["log_every"])
-    if len(starts) > 1:
-        steps = min(steps, starts[1]["step"])
+    steps = min([steps, *(other["step"] for other in later)])
     expected = _records(run, steps)
     steps = max((record["step"] for record in expected), default=0)
     if not steps:
         raise BadInput(f"{run / 'log.jsonl'} has no line of a step to compare")
     with tempfile.TemporaryDirectory(prefix="verify-") as scratch:
-        _make({**config, "model": _model(run, config)}, before, Path(scratch), steps)
         again = Path(scratch) / "run"
-        now = read_json(again / "config.json")
-        made = _records(again, steps)
+        _make({**config, "model": _model(run, config)}, first["environment"], again, steps)
+        now, made = read_json(again / "config.json"), _records(again, steps)
     for name in ("data", "init"):
         if content["identity"].get(name) != now["identity"].get(name):
             place = " and ".join(each(config[name]))
             raise BadInput(f"{name}={place} is not what {run} was made with")
-    changed = _changed(before, now["environment"])
+    changes = "; ".join(provenance.changes(first, {**now, "config": config}))
+    changed = f" ({changes})" if changes else " with the same versions"
     if difference := _first_difference(expected, made):
         raise Failure(f"{run} comes out otherwise: {difference}{changed}")
     say(f"{run}: {steps} steps made again, {len(expected)} records of its log the same{changed}")
@@ -92,18 +92,17 @@ def _model(run: Path, config: dict[str, Any]) -> dict[str, Any]:
     return checkpoints.load(trained).config.model_dump(mode="json", include=set(DROPOUT_SETTINGS))
 
 
-def _make(config: dict[str, Any], environment: dict[str, Any], scratch: Path, steps: int) -> None:
-    """The first steps of a run, in as many processes with as many threads, below `scratch`."""
-    threads, ranks = environment.get("threads", 0), environment["world_size"]
-    system = {**config["system"], "threads": threads, "profile": False}
+def _make(config: dict[str, Any], environment: dict[str, Any], again: Path, steps: int) -> None:
+    """Make the first steps of a run in the directory `again`, in as many processes with as many
+    threads as the first time."""
+    ranks = environment["world_size"]
+    system = {**config["system"], "threads": environment.get("threads", 0), "profile": False}
     no_weights = {**config["train"], "keep_at": []}
-    own = {"run": str(scratch / "run"), "overwrite": False, "system": system}
-    recipe = scratch / "recipe.json"
-    recipe.write_text(json.dumps({**config, **own, "train": no_weights}), encoding="utf-8")
-    line = [sys.executable, "-m", __name__, str(recipe), str(steps)]
-    if ranks > 1:
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-        line[1:1] = launcher
+    own = {"run": str(again), "overwrite": False, "system": system, "train": no_weights}
+    recipe = again.with_name("recipe.json")
+    recipe.write_text(json.dumps({**config, **own}), encoding="utf-8")
+    launcher = (*TORCHRUN, str(ranks)) if ranks > 1 else ()
+    line = [sys.executable, *launcher, "-m", __name__, str(recipe), str(steps)]
     environ = {**os.environ, "PYTHONPATH": str(provenance.ROOT)}
     done = subprocess.run(line, capture_output=True, text=True, errors="replace", env=environ)
     if done.returncode:
@@ -135,16 +134,6 @@ def _first_difference(expected: list[dict[str, Any]], made: list[dict[str, Any]]
     if len(expected) != len(made):
         return f"{len(expected)} records are now {len(made)}"
     return ""
-
-
-def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """How the environment differs from that of the first time."""
-    pairs = [
-        f"{k} {before[k]} is now {v}"
-        for k, v in now.items()
-        if k != "command" and k in before and before[k] != v
-    ]
-    return f" ({'; '.join(pairs)})" if pairs else " with the same versions"
 
 
 if __name__ == "__main__":
