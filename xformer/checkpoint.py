@@ -1,4 +1,4 @@
-"""The class Checkpoint, an immutable value that every tool takes and returns, and its files.
+"""The class Checkpoint and its files. A checkpoint is an immutable value; tools take and return it.
 
 CHECKPOINT/model.safetensors    the weights, under the model's own names
 CHECKPOINT/config.json          the model's shape, its head, the history of operations
@@ -118,7 +118,7 @@ def check_head(config: ModelConfig, task: Task | type[Task]) -> None:
 
 
 def parts_of(weights: Collection[str]) -> list[str]:
-    """The heads that these weights contain and that `Model` takes as `parts`."""
+    """Those heads of the weights that `Model` takes as `parts`: "pooler" and "pair_head"."""
     return [part for part in ("pooler", "pair_head") if f"{part}.weight" in weights]
 
 
@@ -301,8 +301,8 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def check_output(out: Path, overwrite: bool, *read: Path) -> None:
-    """Raise BadInput if a checkpoint cannot be written to `out`, because `out` exists and
-    `overwrite` is false, is not a checkpoint, or contains one of the input paths `read`."""
+    """Raise BadInput if a checkpoint cannot be written to `out`: if `out` exists and `overwrite` is
+    false, if it is not a checkpoint, or if it contains one of the input paths `read`."""
     refuse_existing(out, overwrite)
     if out.exists() and not (out / "manifest.json").is_file():
         raise BadInput(f"{out} is not a checkpoint, so it is not overwritten; give another output")

@@ -1,6 +1,7 @@
 """The run directory: its lock, the checkpoint from which a run continues, and pruning.
 
-RUN/config.json            the resolved recipe, the keys of store and initial checkpoint, versions
+RUN/config.json            the resolved recipe, hashes of the store and the initial checkpoint,
+                           versions
 RUN/code.diff              changes of the code since its git revision, if there are any
 RUN/log.jsonl              every event
 RUN/log.jsonl.damaged      a copy of a log in which some lines could not be read
@@ -57,7 +58,8 @@ FREE = {
     "train.spike",
 }
 
-# sums over all ranks since the last line of the log; the first four are kept on the device
+# Values for the next line of the log, summed since the last line and over all ranks. "norm" is the
+# newest gradient norm, and "seconds" are this rank's. The first four are kept on the device.
 SINCE_LOG = ("loss", "count", "correct", "norm", "tokens", "squares", "rows", "seconds")
 
 
@@ -159,7 +161,7 @@ class Run:
         return None
 
     def made_by(self, step: int) -> dict[str, Any] | None:
-        """The `config` and `environment` of the start that made the checkpoint of a step, or None
+        """The `config` and `environment` with which the checkpoint of a step was written, or None
         if they are not known. Call this after `begin`."""
         if self.earlier is None:
             return None
@@ -170,7 +172,8 @@ class Run:
         """Record the settings and environment from `step` on. Delete incomplete files of a killed
         process, the trajectory after `step`, and the result, because the run is no longer finished.
 
-        `starts` in config.json keeps the settings and environments of earlier starts.
+        `starts` in config.json lists the settings and the environment of each start that changed
+        them, with its step.
         """
         now = {name: config[name] for name in ("config", "environment")}
         earlier = self.earlier or {}
@@ -226,8 +229,8 @@ class Run:
             ) from None
 
     def forget_state(self) -> None:
-        """Delete all checkpoints of a finished run, and the selected one's state, but keep its
-        weights."""
+        """Keep only the weights of a finished run's selected checkpoint: delete its state and all
+        other checkpoints."""
         selected = checkpoints.resolve(self.path)
         checkpoints.forget_state(selected)  # first, because this marks the run as not extendable
         self._delete([path for path in self._checkpoints() if path != selected])

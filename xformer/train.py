@@ -58,11 +58,12 @@ def main() -> None:
 def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
     """Run a recipe to its end, or to step `until`, resuming from its newest checkpoint.
 
-    Raises BadInput before anything is written, Interrupted after a signal once a checkpoint is
-    written, and Failure if the store is damaged, on numerical trouble, or if the last checkpoint
-    cannot be written.
+    Raises BadInput if the input is wrong, before anything is written. (A split with nothing to
+    score can be noticed later, when it is scored.) Raises Interrupted if a signal stops the run,
+    after a checkpoint is written. Raises Failure if the store is damaged, on numerical trouble, or
+    if the last checkpoint cannot be written.
     """
-    # what the recipe names, and how far the run got
+    # open everything that the recipe names, and find out how far the run got
     setup = prepare(recipe, ranks)
     compiling = compiles(recipe.system, ranks, setup.start.config)
     run, config = open_run(setup)

@@ -41,8 +41,8 @@ class Batch(Generic[Array]):
     cu_seqlens: Array  # (N + 1,) int32: row i is tokens[cu_seqlens[i] : cu_seqlens[i + 1]]
     longest: int  # length of the longest row
     labels: Array | None = None  # (N,) int64 classes or float32 scores, (N, 2) int64 spans
-    places: Array | None = None  # (M,) int64, the tokens to predict
-    targets: Array | None = None  # (M,) int64, their true ids or classes
+    places: Array | None = None  # (M,) int64, indices in `tokens` of the tokens to predict
+    targets: Array | None = None  # (M,) int64, the true ids or classes of these tokens
     rows: Any = None  # (N,) int64 array, the row numbers in the split
     together: int = 1
 
@@ -108,7 +108,8 @@ def rows_of(examples: np.ndarray, together: int) -> np.ndarray:
 
 
 def truncate(a: np.ndarray, b: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
-    """Truncate pairs of texts of `a` and `b` tokens, (N,) each, to `budget` tokens in total.
+    """Truncate pairs of texts, each pair to `budget` tokens in total. The first texts have `a`
+    tokens and the second texts `b`, (N,) each.
 
     The longer text of a pair loses tokens until both fit. Returns the new lengths, (N,) each.
     """
@@ -126,9 +127,9 @@ class Assembler:
     """Builds batches from one split of a store for one model.
 
     `tokenizer` is the model's. `max_tokens` is the length limit of a row, special tokens included.
-    `mapping` (store vocabulary,) turns store ids into model ids (see xformer.data.mapping); None
-    leaves them unchanged. Raises BadInput if `max_tokens` is less than the number of special tokens
-    in a row.
+    `mapping` has a model id for each id of the store's vocabulary (see xformer.data.mapping); None
+    leaves the ids unchanged. Raises BadInput if `max_tokens` is less than the number of special
+    tokens in a row.
     """
 
     split: Split
@@ -346,8 +347,8 @@ class Assembler:
 
 
 def _slice(batch: Batch[np.ndarray], begin: list[int], end: list[int]) -> Batch[np.ndarray]:
-    """The rows from `begin` up to `end` as a batch. `begin` and `end` are each the numbers of a
-    row, of its first token and of its first place."""
+    """The rows from `begin` up to `end` as a batch. `begin` and `end` have three numbers each: that
+    of a row, of the row's first token, and of the row's first place."""
     (row, token, place), (last_row, last_token, last_place) = begin, end
     ends = batch.cu_seqlens[row : last_row + 1] - np.int32(token)
     return Batch(

@@ -16,9 +16,9 @@ from xformer.data.batch import Batch
 from xformer.data.tags import IGNORED
 
 ALIGNED = 16  # the capacity in tokens is a multiple of this, as 16-bit matrix products like it
-SPARE = 1.25  # rows of a capacity, relative to the most rows of a batch that was looked at
-GROWTH = 1.05  # of a capacity that is too small for a batch
-DEVIATIONS = 3  # by which the masked tokens of a batch may exceed their mean
+SPARE = 1.25  # a capacity has this many times the rows of the largest batch that was looked at
+GROWTH = 1.05  # a capacity that is too small for a batch grows by this factor
+DEVIATIONS = 3  # standard deviations by which a batch's masked tokens may exceed their mean
 
 
 @dataclass(frozen=True, order=True)
@@ -33,11 +33,11 @@ class Capacity:
 class Capacities:
     """The shapes that the batches of a run are filled up to.
 
-    `tokens` and `rows` (B,) are the sizes of some of the run's batches. They decide about at most
-    `most` capacities, those that need the least filler for these batches. A batch that is too large
-    for them adds a capacity. `longest` is the length limit of a row, `together` the number of rows
-    in an example, and `masked` the expected share of tokens with a place (0: the task has none,
-    1: any number is possible).
+    `tokens` and `rows` (B,) are the sizes of some of the run's batches. At most `most` capacities
+    are chosen, so that these batches need as little filler as possible. A later batch that fits
+    none of them adds a capacity. `longest` is the length limit of a row, `together` the number of
+    rows in an example, and `masked` the expected share of tokens to predict (0: the task predicts
+    no tokens, 1: any number is possible).
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class Capacities:
 def filled(batch: Batch[np.ndarray], capacity: Capacity, longest: int) -> Batch[np.ndarray]:
     """The batch with filler after its last row, in the shape of the capacity.
 
-    At least one token is filler. Filler tokens form rows of at most `longest` tokens. Rows that are
-    left over are empty, and begin at the first filler token, so that `first` stays valid. `rows`
-    names only the real rows.
+    At least one token is filler. Filler tokens form rows of at most `longest` tokens. The remaining
+    rows of the capacity are empty. They begin at the first filler token, so that their entries in
+    `Batch.first` are valid indices. `Batch.rows` names only the real rows.
     """
     T, N = len(batch.tokens), len(batch.cu_seqlens) - 1
     more, spare = capacity.tokens - T, capacity.rows - N
@@ -117,10 +117,10 @@ def filled(batch: Batch[np.ndarray], capacity: Capacity, longest: int) -> Batch[
 
 
 def least_filler(sizes: np.ndarray, most: int) -> list[int]:
-    """At most `most` of these sizes (B,), in rising order: if each size is filled up to the next of
-    them, the sum of all filler is as small as possible."""
+    """At most `most` levels, chosen from these sizes (B,), in rising order. If each size is filled
+    up to the next level, the sum of all filler is as small as possible."""
     values, counts = np.unique(sizes, return_counts=True)
-    number = np.concatenate([[0], np.cumsum(counts)])  # of the sizes below each value
+    number = np.concatenate([[0], np.cumsum(counts)])  # how many sizes are below each value
     # least[i]: the least sum of the first i values, each filled up to its level
     least = np.concatenate([[0.0], np.full(len(values), np.inf)])
     chosen: list[np.ndarray] = []
@@ -139,7 +139,7 @@ def least_filler(sizes: np.ndarray, most: int) -> list[int]:
 
 
 def filler_share(batches: Sequence[Batch[np.ndarray]], real: Sequence[Batch[np.ndarray]]) -> float:
-    """The share of filler among the tokens of filled batches; `real` are the same without it."""
+    """The share of filler in the tokens of `batches`; `real` are these batches without filler."""
     tokens = sum(len(batch.tokens) for batch in batches)
     return 1 - sum(len(batch.tokens) for batch in real) / tokens
 

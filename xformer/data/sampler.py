@@ -75,8 +75,8 @@ class Samples:
 
 
 class Stream:
-    """The samples of a run in order. A step has `rows` samples or, if `tokens` is given, as many
-    samples as fit into that many tokens.
+    """The samples of a run in order, from 0 to `end` - 1. A step has `rows` samples or, if `tokens`
+    is given, as many samples as fit into that many tokens.
 
     `sizes` returns the lengths of examples by number, special tokens included. Many samples are
     looked up at once, because looking up one takes as long as looking up a thousand.

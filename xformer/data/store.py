@@ -290,8 +290,8 @@ def open_store(path: str | Path) -> Store:
     """Open a store without reading its columns.
 
     Raises BadInput if there is no store, if it has another format version, if a file has the wrong
-    size or header, or if a small file has the wrong checksum. If the store is replaced while it is
-    being opened, it is opened again.
+    size or header, or if store.json or a file of the tokenizer has the wrong checksum. If the store
+    is replaced while it is being opened, it is opened again.
     """
     path = Path(path)
     for _ in range(TRIES):
@@ -325,8 +325,8 @@ def _open_store(path: Path) -> Store:
 
 
 def _check_sums(path: Path) -> None:
-    """Raise BadInput if a small file differs from its checksum. Stores of early versions have no
-    checksums of small files."""
+    """Raise BadInput if store.json or a file of the tokenizer differs from its checksum. Stores of
+    early versions have no checksums of these files."""
     if not (path / SUMS).exists():
         return
     sums = read_own_json(path / SUMS)

@@ -1,4 +1,5 @@
-"""torch.compile for training: which parts of a model it compiles, and when its code is not used.
+"""torch.compile for training: which parts of a model are compiled, and where compiled code is not
+used.
 
 Compiled code fuses the work between matrix products. It is made for one shape of its input, so the
 feed fills the micro-batches up to a few shapes (see xformer.data.capacity). Evaluation, whose
@@ -52,9 +53,10 @@ def compile_parts(
 ) -> str:
     """Compile the embeddings and every layer of a model in place, or its whole loss ("graphs").
 
-    Layers of the same shape share their code, and between them DistributedDataParallel can start
-    to reduce gradients. The code is tried with a micro-batch, `sample()`. Returns a line to print:
-    what is compiled, or why compiling failed, in which case the model runs without.
+    Layers of the same shape share compiled code. DistributedDataParallel can start to reduce
+    gradients between two layers, because each is compiled separately. The code is tried with a
+    micro-batch, `sample()`. Returns a line to print: what is compiled, or why compiling failed. If
+    it failed, the model runs without compiled code.
     """
     if what == "none":
         return ""

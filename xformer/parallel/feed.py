@@ -19,10 +19,12 @@ from xformer.data.sampler import Stream
 from xformer.parallel.processes import Ranks
 from xformer.tasks.task import tensor_on
 
-TOKENS_AHEAD = 2**17  # tokens of the steps made at once, so that small steps cost no more per token
-SHAPES = 8  # most shapes of micro-batches that are filled up
-ONE_SHAPE = 2**13  # tokens: steps of at least this many per micro-batch have one shape
-LOOKED_AT = 512  # micro-batches, to choose the shapes
+# Small steps are made together, about this many tokens at once: they then cost no more per token.
+TOKENS_AHEAD = 2**17
+SHAPES = 8  # most shapes that are chosen for filled micro-batches
+# If batch.tokens gives each micro-batch at least this many tokens, only one shape is chosen.
+ONE_SHAPE = 2**13
+LOOKED_AT = 512  # the sizes of this many micro-batches decide the shapes
 STEPS_AHEAD = 512  # most steps made at once: each takes 3 KiB beside its tokens
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -212,7 +214,8 @@ class Feed:
 
 
 def _hand_over(packed: list[Batch[Tensor]], copied: torch.cuda.Event) -> None:
-    """Make the computing stream wait for the copies, and keep their memory until it has used it."""
+    """Make the stream that computes wait for the copies. Their memory is kept until this stream has
+    used it."""
     stream = torch.cuda.current_stream()
     stream.wait_event(copied)
     for batch in packed:

@@ -152,7 +152,7 @@ class MLM(Task):
         if count == 0:
             raise BadInput(
                 f"the split {predictions.split!r} has no token that can be masked; give another "
-                "split="
+                "split=, or in training another store"
             )
         mean = float(loss.astype(np.float64).sum()) / count
         return {
