@@ -530,7 +530,6 @@ def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) ->
         model, batch = longest_rows(config, head, length)
         loss = model.loss(batch)
         assert loss.total.shape == ()
-        assert loss.count
 
 
 @pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))

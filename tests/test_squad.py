@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 from helpers import command
 
+from xformer.config import load
 from xformer.data import tokenizers, vocabularies
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.store import Split, Store, open_store
+from xformer.parallel.processes import ALONE
+from xformer.prepare import prepare
 from xformer.preprocess import cli
+from xformer.recipe import Recipe
 from xformer.tasks.span import answer
 
 CONTEXT = (
@@ -158,6 +162,19 @@ def test_hidden_and_several_answers(monkeypatch, tmp_path, tokenizer):
         assert [json.loads(columns["question.answers"].text(i)) for i in range(2)] == wanted
     split = store.split("train")
     assert split.columns["label"][rows_of(split, 1)].max() == -1
+
+
+def test_a_run_needs_answers_to_validate_on(monkeypatch, tmp_path, tokenizer):
+    """The error comes before the run's directory is made."""
+    hidden = question(1, None)
+    del hidden["answers"]
+    held_out = write(tmp_path / "held-out.json", squad(hidden))
+    make(monkeypatch, tmp_path, tokenizer, squad(question(0, "1973")), "--valid", held_out)
+    given = [f"data={tmp_path / 's'}", f"run={tmp_path / 'run'}", "model.layers=1"]
+    recipe = load(Recipe, ["finetune/squad", *given])
+    with pytest.raises(BadInput, match="the split 'valid' has no labels, so that the run cannot"):
+        prepare(recipe, ALONE)
+    assert not (tmp_path / "run").exists()
 
 
 def test_dev_sets_of_squad(shared, tmp_path):

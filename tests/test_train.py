@@ -712,7 +712,6 @@ def test_tensorboard_and_log(learned: dict[str, Path]) -> None:
         "lr",
         "grad_norm",
         "real_tokens_per_second",
-        "padding",
         "memory_gib",
     }
     assert {f"train/{name}" for name in expected} <= set(shown.Tags()["scalars"])

@@ -129,6 +129,11 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Setup:
     check_task(store, task)
     if task.has_unlabelled(split):
         raise BadInput(f"{store.name}: the split 'train' has rows without a label")
+    if "valid" in store.splits and not task.has_labels(store.split("valid")):
+        raise BadInput(
+            f"{store.name}: the split 'valid' has no labels, so that the run cannot be validated; "
+            "make the store again with labels for it, or without it"
+        )
     train_assembler = Assembler(split, start.tokenizer, recipe.batch.max_tokens, array)
     start, fresh, dropped = start.with_head(head, recipe.seed.of("weights"))
     if array is not None or recipe.mapping == "ids":

@@ -159,7 +159,6 @@ class Session:
             "grad_norm": norm,
             "epoch": state.position / setup.samples.per_epoch,
             "real_tokens_per_second": since["tokens"] / max(since["seconds"], 1e-9),
-            "padding": 0.0,  # batches are packed
             "memory_gib": round(peak_memory(setup.ranks.device), 3),
         }
         if (share := _utilisation(setup, since, count)) is not None:

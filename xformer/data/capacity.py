@@ -7,7 +7,6 @@ has a label.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -136,12 +135,6 @@ def least_filler(sizes: np.ndarray, most: int) -> list[int]:
             levels.append(int(values[end - 1]))
             end = int(begin[end - 1])
     return levels[::-1]
-
-
-def filler_share(batches: Sequence[Batch[np.ndarray]], real: Sequence[Batch[np.ndarray]]) -> float:
-    """The share of filler in the tokens of `batches`; `real` are these batches without filler."""
-    tokens = sum(len(batch.tokens) for batch in batches)
-    return 1 - sum(len(batch.tokens) for batch in real) / tokens
 
 
 def _extended(values: np.ndarray, count: int, value: float) -> np.ndarray:
