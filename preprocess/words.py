@@ -21,19 +21,20 @@ from xformer.data.tokenizers import Tokenizer
 TABLE_CHARACTERS = 2**23  # total length of known words (200 MB); then the table is cleared
 GROUP = 64  # how many new words are encoded as one text
 
-# BERT's normaliser deletes control characters that Python treats as white space, and Python's \s
-# matches four characters that the tokenizers' does not. A text with one of them is not split.
+# Python treats all these characters as white space, but BERT's normaliser deletes them, and \s in
+# the library `tokenizers` does not match \x1c to \x1f. A text with one of them is not split.
 _ODD = re.compile(r"[\x0b\x0c\x1c-\x1f\x85]")
-# BERT makes every punctuation mark a word of its own: the ASCII ones, and these of other scripts.
-# It does the same with every Chinese character, unless the tokenizer is configured otherwise.
+# BERT makes every punctuation mark a word of its own. Here texts are split at the ASCII marks and
+# at some marks of other scripts. BERT also makes every Chinese character a word of its own, unless
+# the tokenizer is configured otherwise.
 _ASCII_MARKS = r"!-/:-@\[-`{-~"
 MARKS = r"\u2010-\u2027\u3001-\u3003\u3008-\u3011\u3014-\u301f"
 MARKS += r"\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f"
 _CHINESE = r"\u3400-\u4dbf\u4e00-\u9fff"
 EAST_ASIAN = _CHINESE + r"\u3041-\u3096\u30a1-\u30fa"  # with kana: scripts without spaces
-# This is GPT-2's own rule for ASCII. Python's `re` lacks the classes that it uses for other letters
-# and digits. In other texts any run of visible characters is a word. Chinese and Japanese, which
-# have no spaces, are also cut at punctuation marks.
+# GPT-2's own rule, but only for ASCII texts: Python's `re` lacks the character classes by which
+# that rule finds other letters and digits. In a text that is not ASCII, any run of visible
+# characters is a word. Chinese and Japanese have no spaces: they are also cut at punctuation marks.
 _BYTE_ASCII = re.compile(
     r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"
 )
@@ -65,7 +66,8 @@ def _wordpiece(apart: str) -> _Rules:
     return _Rules(words.findall, " . ", re.compile(rf"[^\s{_ASCII_MARKS}]+").fullmatch)
 
 
-# Of the rules for a kind, the first that give the tokenizer's own ids are used.
+# The rules for each kind of tokenizer. They are tried in order. The first ones that give the same
+# ids as the tokenizer itself are used.
 _RULES = {
     "wordpiece": [
         _wordpiece(_ASCII_MARKS + MARKS + _CHINESE),
@@ -93,8 +95,8 @@ class CachedEncoder:
         self.ids = np.empty(0, np.int32)
         self.characters = 0
         self.limit = min(TABLE_CHARACTERS, max(TABLE_CHARACTERS // processes, 2**20))
-        # No table for a tokenizer that puts a space before each text, or that has added words,
-        # which may begin and end anywhere.
+        # A tokenizer with added words gets no table, because these may begin and end anywhere. A
+        # tokenizer that puts a space before each text gets none either: no rules give its ids.
         for self.rules in _RULES.get(tokenizer.kind, []) if not tokenizer.added else []:
             if np.array_equal(self.encode(_PROBE)[0], self._each(_PROBE)[0]):
                 break

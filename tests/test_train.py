@@ -154,7 +154,7 @@ def test_resumed_equals_never_stopped(
     straight, stopped = [
         training(recipe, getattr(data, store), run, *SHORT, *overrides) for run in runs
     ]
-    unit = 50 if store == "classes" else 1  # the bar counts samples
+    unit = 50 if store == "classes" else 1  # with train.epochs the bar counts samples, 50 a step
     reference = forks.start(*straight, ranks=ranks)
     one = AT_STEP.format(step=4 * unit, signal="SIGTERM", ranks=ranks - 1)
     done = forks.run(*stopped, ranks=ranks, before=one)
@@ -332,8 +332,11 @@ def test_ranks_share_one_batch(overrides: list[str], data: Toys, tmp_path: Path)
 def everything(
     line: list[str], ranks: int, accumulate: int
 ) -> tuple[dict[int, tuple[list[int], ...]], list[int], list[tuple[int, Workload]]]:
-    """(row -> its tokens and targets, tokens of each rank, (position, work) by rank) of the
-    second step."""
+    """What the ranks read in the second step.
+
+    Returns the tokens and targets of each row, the number of tokens of each rank, and (position,
+    work) of each rank.
+    """
     recipe = load(Recipe, [*line, f"batch.accumulate={accumulate}"])
     rows: dict[int, tuple[list[int], ...]] = {}
     sizes, ends = [], []
@@ -408,8 +411,8 @@ def test_raised_steps_continue_and_other_settings_are_refused(
     assert good(forks.run(*line, "system.precision=bf16", "train.log_every=4")).out == ""
     assert snapshot(run) == before
 
-    # The run is killed in the added steps. It has no result, because the selected checkpoint is
-    # gone.
+    # The run is killed in the added steps. It has no result, because a run that continues deletes
+    # its old result.
     killer = AT_STEP.format(step=25, signal="SIGKILL", ranks="0")
     longer = [*line, "train.steps=30", "train.log_every=5", "train.checkpoint_every=10"]
     killed = forks.run(*longer, before=killer)
@@ -418,7 +421,8 @@ def test_raised_steps_continue_and_other_settings_are_refused(
     assert not (run / "result.json").exists()
     done = good(forks.run(*longer, "system.precision=bf16"))
     assert "continuing" in done.err
-    assert speed_note(torch.device("cpu"), "bf16") in done.err  # if there is such a line
+    # the warning is "" if this processor has instructions for bf16
+    assert speed_note(torch.device("cpu"), "bf16") in done.err
     assert result(run)["selected"] == "checkpoints/step_30"
     steps = [record["step"] for record in log(run) if record["event"] == "train"]
     assert steps == [3, 6, 9, 12, 15, 20, 25, 30]

@@ -111,10 +111,10 @@ def weights(corpus: Corpus, vocab_size: int, counts: np.ndarray | None) -> np.nd
 class AliasTable:
     """Draws ids with given probabilities in constant time (Walker's alias method).
 
-    There is one column of equal mass for each id, and columns without an id up to a power of two.
-    So the last bits of a random number choose a column. If the 64-bit number is below `keep`, the
-    id is the column's own. Otherwise it is the column's plus `step`, in the wrapping arithmetic of
-    the type.
+    The table has one column for each id, and more columns until their number is a power of two. All
+    columns have the same mass, so the last bits of a random 64-bit number choose a column. If the
+    whole number is below the column's `keep`, the id drawn is the number of the column. Otherwise
+    the column's `step` is added to it. The sum wraps around, because the type has no sign.
     """
 
     keep: np.ndarray  # uint64 (columns,)
@@ -141,7 +141,8 @@ def alias_table(probabilities: np.ndarray) -> AliasTable:
         mass[high] -= 1 - mass[low]
         if mass[high] < 1:
             small.append(large.pop())
-    # The bound is below 2**64. That is exact enough: a column with keep = 1 has step = 0.
+    # The factor is below 2**64, so that every bound fits into uint64. That is exact enough: if keep
+    # is 1, a random number may exceed the bound, but then step is 0 and the id stays the same.
     bounds = (keep * (2**64 - 2**11)).astype(np.uint64)
     steps = other - np.arange(columns)
     return AliasTable(bounds, steps.astype(np.uint16 if columns <= 2**16 else np.uint32))
@@ -191,9 +192,10 @@ def parentheses(
         top = free.take(pop) - rows
         free[pop] = slot = top
         if flat:
-            # The number that decided on a pop also chooses the open token. It is uniform from
-            # `bound` to 2**32, or from 0 to `bound` if the depth forced the pop. The token at the
-            # top of the stack then moves to the slot of the chosen one.
+            # The random number that decided on the pop also chooses one of the open tokens. It is
+            # uniform from `bound` to 2**32. If the pop was forced by the depth, the number may also
+            # be below `bound`, and is then uniform from 0 to `bound`. The token at the top of the
+            # stack moves to the slot of the chosen token.
             value = drawn.take(pop).astype(np.float64)
             uniform = np.where(
                 value < bound, value / max(bound, 1), (value - bound) / (2**32 - bound)
@@ -215,8 +217,10 @@ BRACKETS = ("nesting", "flat", "shuffle")
 
 
 def stream(corpus: Corpus, split: str, number: int) -> np.random.Generator:
-    """The random generator of one part of a split: 0 is for all lengths, and b + 1 for the tokens
-    of block b (from 0).
+    """The random generator with this number for a split.
+
+    Number 0 draws the lengths of all sequences. Number b + 1 draws the tokens of block b, counted
+    from 0.
     """
     key = (int(split == "valid"), number)
     return np.random.default_rng(np.random.SeedSequence(corpus.seed, spawn_key=key))
@@ -249,8 +253,8 @@ def make_in_processes(
 ) -> Generator[np.ndarray, None, None]:
     """Yield the tokens of all blocks of a split, generated in turn by `workers` processes.
 
-    A worker waits until its block is read, so memory holds at most two blocks of each. It ends when
-    nobody reads any more. Raises Failure if a worker dies.
+    A worker waits until its block is read, so memory holds at most two blocks of each worker. A
+    worker ends when nobody reads any more. Raises Failure if a worker dies.
     """
     fork = multiprocessing.get_context("fork")
     readers: list[Connection] = []
@@ -273,7 +277,7 @@ def make_in_processes(
                 process.join()
                 raise Failure(
                     f"a worker process ended with status {process.exitcode} before its work was "
-                    "done; --workers 1 uses none"
+                    "done; --workers 1 works without such processes"
                 ) from None
             yield np.frombuffer(data, table.step.dtype)
     finally:
@@ -320,7 +324,7 @@ def write_corpus(
     overwrite: bool = False,
     workers: int = 1,
 ) -> dict[str, dict[str, Any]]:
-    """Write a store with the splits `train` and `valid`, which is a twentieth as large.
+    """Write a store with the split `train`, and a split `valid` that is a twentieth as large.
 
     `frequencies` is a store whose training tokens give the distribution and the default vocabulary
     size, so that an id is as frequent here as there. Returns the number of rows and tokens of each

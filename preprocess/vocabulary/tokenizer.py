@@ -142,7 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         dest="source",
         help="Import a published tokenizer instead of training one: a Hugging Face directory, or "
-        "one of its files. These are BERT's vocab.txt, RoBERTa's or GPT-2's vocab.json beside "
+        "one of these files: BERT's vocab.txt, RoBERTa's or GPT-2's vocab.json beside "
         "merges.txt, ALBERT's spiece.model, or a tokenizer.json. File names may have a prefix, as "
         "in gpt2.vocab.json. RoBERTa's five special tokens are added at the end of GPT-2's "
         "vocabulary.",
@@ -159,8 +159,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--alphabet",
         metavar="LETTERS",
-        help="The letters of a symbols tokenizer, in the order of their ids. --input and "
-        "--vocab-size are then not needed.",
+        help="The letters of a symbols tokenizer, in the order of their ids. With this option, "
+        "--input is refused and --vocab-size is ignored.",
     )
     add_output(parser, "TOK")
 
@@ -224,4 +224,6 @@ def _unreachable(tokenizer: tokenizers.Tokenizer) -> str:
     used = {i for ids in tokenizer.encode_batch([*capitals.values()]) for i in ids.tolist()}
     if len(capitals) < 0.01 * len(tokenizer) or used & set(capitals):
         return ""
-    return f" (lower-cased: the {len(capitals):,} with capitals are never used; see --cased)"
+    return (
+        f" (texts are lower-cased: the {len(capitals):,} with capitals are never used; see --cased)"
+    )

@@ -191,7 +191,7 @@ def _orthogonalised(x: Tensor, others: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Orthogonalise x (P, n) against `others`. Returns the normalised vectors and their lengths
     before normalisation, (P,).
 
-    If nothing is left of a vector, both are zero, which ends its probe early.
+    If nothing is left of a vector, its result and its length are zero, and its probe ends early.
     """
     before = x.norm(dim=1)
     for _ in range(2):  # twice is enough (Kahan)

@@ -7,8 +7,8 @@
 
 Both checkpoints read the same examples. Every token is a sample, and every hidden unit is a neuron.
 Layer 0 is the output of the embeddings. Give the same checkpoint twice to compare its layers with
-each other. Comparing one layer with one layer takes one pass over the examples; comparing several
-layers takes two.
+each other. Comparing one layer with one layer takes one pass over the examples (two with
+variant=anatome); comparing several layers takes two.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from xformer.data.errors import BadInput
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Shapes: n samples (tokens), d neurons of a network, r its rank, k = min(r, r'). A prime means the
-# second network.
+# Shapes: n samples (tokens), d neurons of a network, r its rank, k = min(r, r'). U (n, r) is the
+# orthonormal basis of a network's samples (see `Basis`). A prime means the second network.
 
 Variant = Literal["definition", "svcca", "anatome"]
 LayerStream = Callable[[], Iterator[tuple[list[Tensor], list[Tensor]]]]
@@ -77,9 +77,9 @@ def pwcca(x: Any, y: Any, variant: Variant = "definition") -> float:
 
         alpha_i = sum over j of |<h_i, x_j>|,      PWCCA = sum of alpha_i rho_i / sum of alpha_i
 
-    The variants "svcca" and "anatome" reproduce what these two implementations compute instead (see
-    docs/analysis.md). Raises ValueError if the arrays do not match, are constant, or are not
-    finite. Warns if there are too few samples.
+    Two implementations compute something else: google/svcca and anatome. The variants "svcca" and
+    "anatome" reproduce their values (see docs/analysis.md). Raises ValueError if the arrays do not
+    match, are constant, or are not finite. Warns if there are too few samples.
     """
     x, y = _matrices(x, y)
     measures = compare_networks(x, y)
@@ -204,7 +204,8 @@ def chance(samples: int, rank_x: int, rank_y: int) -> float:
     high = (math.sqrt(a * (1 - b)) + math.sqrt(b * (1 - a))) ** 2 if b < 1 else 1.0
     ones = max(0.0, a + b - 1) / a  # share of correlations that are 1 for any data
 
-    def density(t: float) -> float:  # of rho^2; in t the integrand has no poles
+    # Rho times the density of rho^2 (`value`). As a function of t this integrand has no poles.
+    def density(t: float) -> float:
         value = (high + low) / 2 - (high - low) / 2 * math.cos(t)
         root = ((high - low) / 2 * math.sin(t)) ** 2
         return math.sqrt(value) * root / (2 * math.pi * a * value * (1 - value))

@@ -83,7 +83,8 @@ def from_hf(directory: Path) -> Imported:
     source = _with_current_names(tensors, family, file)
     tied = drop_tied_copies(source, family, file)
     head, head_names, lacking = _find_heads(source, meta, config, family)
-    # config.json may claim any number of layers: checked before `expand` makes entries for each
+    # `expand` makes entries for each layer. config.json may claim any number of layers, so the
+    # number is checked first.
     if config.stored_layers > len(source):
         raise BadInput(
             f"{file} holds {len(source)} tensors: too few for the config's "
@@ -176,7 +177,8 @@ def _read_config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
 
 
 def _read_tensors(directory: Path) -> tuple[list[Path], dict[str, Tensor]]:
-    """All tensors of a directory, and the files that they come from: an index comes first."""
+    """All tensors of a directory, and the files that they come from. If there are shards, the first
+    of these files is their index."""
     for name, read in (("model.safetensors", load_tensors), ("pytorch_model.bin", read_pickle)):
         index = directory / f"{name}.index.json"
         if (directory / name).is_file():
@@ -239,8 +241,9 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
 def _with_current_names(
     tensors: dict[str, Tensor], family: Family, file: Path
 ) -> dict[str, Tensor]:
-    """The tensors under the names that `Family` uses: without the prefix of the bare model, and
-    with LayerNorm.weight and .bias instead of TensorFlow's .gamma and .beta."""
+    """The tensors under the names that `Family` uses: without the prefix (such as "bert.") that
+    the encoder's tensors have in a model with a head, and with LayerNorm.weight and .bias instead
+    of TensorFlow's .gamma and .beta."""
     names = [name.removeprefix(family.prefix) for name in tensors]
     names = [re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name) for name in names]
     names = [re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name) for name in names]
@@ -308,7 +311,7 @@ def _find_classifier(
 
     `architectures` in config.json names the task. Without it the tensors decide: a classifier of
     texts has a pooler, a classifier of words has none. A single output on a pooler is a score only
-    if the config has a single label, because multiple choice has the same tensors.
+    if the config says regression or has a single label: multiple choice has the same tensors.
     """
 
     def has_part(table: Table, part: str) -> bool:
@@ -360,7 +363,10 @@ def _read_labels(source: dict[str, Tensor], meta: dict[str, Any], table: Table) 
 
 
 def _check_activation(config: ModelConfig, family: Family) -> None:
-    """Raise BadInput unless the family's MLM head has the activation of the layers, as ours has."""
+    """Raise BadInput if the family's MLM head has a different activation from the layers.
+
+    In our models both have the same activation.
+    """
     if family.mlm_activation not in (None, config.activation):
         raise BadInput(
             f"model.activation={config.activation} is not that of {family.name}'s MLM "
@@ -422,7 +428,8 @@ def _layer_name(family: Family) -> re.Pattern[str]:
 
 
 def _read_sentence_files(directory: Path) -> tuple[dict[str, Any], list[str]]:
-    """The config files by which sentence-transformers pools hidden states to a sentence embedding.
+    """The config files that tell sentence-transformers how to make a sentence embedding from hidden
+    states.
 
     Returns their content by name, and the modules with weights of their own, which cannot be
     imported. If there is such a module, no file is kept. Raises BadInput if modules.json is
@@ -479,8 +486,9 @@ def import_report(imported: Imported) -> list[str]:
 def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False) -> Family:
     """Write a directory that `transformers` loads: config.json, model.safetensors, tokenizer.
 
-    Tied tensors are written once. All tensors have the types that they were imported with if none
-    loses precision, else float32. Raises BadInput if the checkpoint fits no family.
+    Tied tensors are written once. The tensors get the types that they were imported with. If one of
+    them would lose precision, all are float32 instead. Raises BadInput if the checkpoint fits no
+    family.
     """
     family = family_of(checkpoint)
     tensors: dict[str, Tensor] = {}
@@ -537,7 +545,7 @@ def family_of(checkpoint: Checkpoint) -> Family:
 
 
 def _settings_of(family: Family, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The settings of the model that have one value in this family."""
+    """The settings of the model that can have only one value in this family, with this value."""
     pad = checkpoint.tokenizer.special["pad"]  # position ids of the RoBERTas start after it
     settings = {
         "shared_layers": False,
@@ -572,7 +580,7 @@ def _their_names(checkpoint: Checkpoint, family: Family) -> Table:
 def _in_their_dtypes(
     checkpoint: Checkpoint, family: Family, tensors: dict[str, Tensor]
 ) -> tuple[str, dict[str, Tensor]]:
-    """The most common of the types that the tensors were imported with, and the tensors in them.
+    """The name of the most common type, and the tensors in the types that they were imported with.
 
     If a tensor would lose precision, as after training in float32, all are float32.
     """
@@ -582,7 +590,8 @@ def _in_their_dtypes(
     converted = {}
     for name, tensor in tensors.items():
         dtype = getattr(torch, others.get(name.removeprefix(family.prefix), record["dtype"]))
-        # imported float64 tensors still are float64; others were made later, in float32
+        # Never converted to float64: an imported float64 tensor is still float64, and a tensor made
+        # after the import is float32.
         same = tensor if dtype == torch.float64 else tensor.to(dtype)
         if not torch.equal(same.to(tensor.dtype), tensor):
             return "float32", {n: t.float().contiguous() for n, t in tensors.items()}
@@ -600,7 +609,8 @@ def _their_config(checkpoint: Checkpoint, family: Family, dtype: str) -> dict[st
     activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     values["activation"] = activations[config.activation]
     values["max_positions"] += config.first_position
-    if family.defaults["head_dropout"] is not None:  # None would not mean "the same as dropout"
+    # Where the default is None, None means "the same as dropout". Elsewhere a number is needed.
+    if family.defaults["head_dropout"] is not None:
         values["head_dropout"] = config.before_head
     written = {theirs: values[ours] for ours, theirs in family.config.items()}
     architecture = family.class_of(task, "pair_head.weight" in checkpoint.weights)
@@ -616,8 +626,8 @@ def _their_config(checkpoint: Checkpoint, family: Family, dtype: str) -> dict[st
 def _sentence_files(checkpoint: Checkpoint) -> dict[str, Any]:
     """The files of sentence-transformers that an encoder was imported with, by name.
 
-    Models with another head get none. Without these files sentence-transformers averages over the
-    tokens.
+    Only a model without a head or with an MLM head gets them. Without these files
+    sentence-transformers averages over the tokens.
     """
     if checkpoint.task is not None and not checkpoint.task.predicts_masked:
         return {}

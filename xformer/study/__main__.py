@@ -48,8 +48,8 @@ class Arguments(Settings):
     PAUSE nothing runs: running jobs stop (training writes a checkpoint first), and resume once the
     file is gone."""
     kept: str = ""
-    """Directory of finished results, one small file each. They count as done, and new ones are
-    added. If you commit it, the results do not depend on the run directories."""
+    """A directory with one small file for each finished run. A run that has a file here counts as
+    done, and each newly finished run adds its file. If you commit it, the results do not depend on the run directories."""
     needs: dict[str, str] = Field({})
     """Where something that the study needs is: needs.NAME=PATH. dry_run=true lists the names."""
     only: dict[str, Level | tuple[Level, ...]] = Field({})

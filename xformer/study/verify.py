@@ -28,15 +28,16 @@ from xformer.recipe import Recipe
 from xformer.run import is_run, read_config
 from xformer.study.plan import TORCHRUN
 
-# the fields of a log's record that the clock or the machine decides
-CLOCK = {"time", "seconds", "real_tokens_per_second", "memory_gib", "mfu"}
+# fields of a log's record that the clock or the machine decides, and one that older versions wrote
+CLOCK = {"time", "seconds", "real_tokens_per_second", "memory_gib", "mfu", "padding"}
 
 
 class Verify(Settings):
     """How much of a run to make again."""
 
     steps: int = Field(20, ge=1)
-    """Steps from its beginning, at least as many as make a line of its log."""
+    """How many steps to repeat, from the first. At least the run's train.log_every are repeated,
+    because its log has one line for that many."""
 
 
 def main(arguments: list[str]) -> None:

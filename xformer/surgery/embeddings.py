@@ -95,7 +95,9 @@ def transplant(checkpoint: Checkpoint, source: str) -> Checkpoint:
     theirs = other.weights[WORD]
     check_width(source, theirs.size(1), ours.size(1))
     if checkpoint.mapping is not None:
-        raise BadInput("the checkpoint maps raw input to the pieces that would be replaced")
+        raise BadInput(
+            "the checkpoint has a mapping from raw input to its pieces, which would be replaced"
+        )
     weights = {**checkpoint.weights, WORD: theirs}
     if BIAS in weights:
         weights[BIAS] = other.weights.get(BIAS, torch.zeros(len(theirs)))
@@ -118,7 +120,8 @@ def substitute_unused(
 
     A piece is used if it occurs in the given split of the store, after the checkpoint's mapping if
     it has one. Special tokens are neither copied nor replaced. The paper does not say which vector
-    is copied to which piece: here each used vector is copied equally often, at random.
+    is copied to which piece. Here they are assigned at random, and the numbers of copies of any two
+    used vectors differ by at most one.
 
     Args:
         store: The store that the model was pre-trained on.
@@ -155,7 +158,7 @@ def _occurring(checkpoint: Checkpoint, store: Store, split: str) -> np.ndarray:
 
 
 def check_source(store: object, same: bool) -> None:
-    """Raise BadInput that names the store unless it has the `same` tokenizer as the checkpoint."""
+    """Raise BadInput that names the store if its tokenizer is not the checkpoint's (not `same`)."""
     if not same:
         raise BadInput(f"store={store} was made with a different tokenizer from the checkpoint's")
 

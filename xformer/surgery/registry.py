@@ -26,7 +26,7 @@ Function = TypeVar("Function", bound=Callable[..., Checkpoint])
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 # one argument of "a=1, b=[2, 3]": everything up to a comma outside brackets and quotes
 ARGUMENT = re.compile(r"""(?:\[[^\]]*\]|"[^"]*"|'[^']*'|[^,])+""")
-FIRST = ("seed", "op")  # fields that come first, as config.json has always written them
+FIRST = ("seed", "op")  # config.json has always written these fields first, so they stay first
 
 
 class Operation(Settings):
@@ -54,8 +54,8 @@ class Operation(Settings):
 
 
 class Registered(NamedTuple):
-    """An operation in the table: its plain function, whose calls are not recorded, the schema of
-    its arguments, and a check that the arguments do not contradict each other."""
+    """An operation in the table: its plain function, the schema of its arguments, and a check that
+    the arguments do not contradict each other. Calls of the plain function are not recorded."""
 
     function: Callable[..., Checkpoint]
     schema: type[Operation]
@@ -72,8 +72,8 @@ def operation(function: Function, check: Callable[..., None] | None = None) -> F
     the docstring. `check` gets the arguments by name and raises BadInput if they contradict each
     other.
 
-    A call of the decorated function checks its arguments as a recipe's are checked, and adds the
-    operation to the history of the checkpoint that it returns.
+    A call of the decorated function checks its arguments in the same way as arguments in a recipe
+    are checked. It adds the operation to the history of the checkpoint that it returns.
     """
     name = function.__name__
     signature = inspect.signature(function, eval_str=True)
@@ -189,8 +189,11 @@ def parse_operation(text: str) -> Operation:
 
 
 def _value(text: str, wanted: Any) -> Any:
-    """A value as TOML, or the bare string. 2026 stays a string where the argument is a string, and
-    `true` where it is not a boolean: pydantic would read it as the number 1."""
+    """The value of the text as TOML, or the text itself if it is not TOML.
+
+    If the argument is a string, TOML of another type, such as 2026, stays text. If the argument is
+    not a boolean, `true` stays text too, because pydantic would read it as the number 1.
+    """
     value = toml_value(text)
     if wanted is str and not isinstance(value, str):
         return text
