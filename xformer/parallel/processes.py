@@ -31,11 +31,10 @@ LIMIT = timedelta(minutes=30)  # for all ranks to start, and for a collective
 
 
 class SystemConfig(Settings):
-    """How a run is executed. A run may continue with other values."""
+    """How the command is executed."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Type of the matrix products: fp32, or bf16 by autocast with fp32 weights. A study counts runs
-    with different precisions as different runs."""
+    """Type of the matrix products: fp32, or bf16 by autocast with fp32 weights."""
     threads: int = Field(0, ge=0, le=1024)
     """CPU threads of a process. 0 takes OMP_NUM_THREADS, or else the process's share of the
     cores."""
@@ -44,7 +43,8 @@ class SystemConfig(Settings):
 
 
 class TrainingSystem(SystemConfig):
-    """How a run is executed. A run may continue with other values."""
+    """How a run is executed. A stopped run may be resumed with other values. A study counts runs
+    with different precisions as different runs."""
 
     peak_tflops: float = Field(0.0, ge=0)
     """Peak throughput of a device, in 10^12 operations per second; `mfu` (model FLOPs utilisation)
@@ -53,7 +53,8 @@ class TrainingSystem(SystemConfig):
     compile: Literal["auto", "none", "layers", "graphs"] = "auto"
     """What torch.compile compiles for training: the embeddings and each layer (layers), the whole
     loss, which then runs as one CUDA graph (graphs; for small models on a single GPU), or nothing.
-    Batches are filled up to a few shapes. auto: layers on CUDA, none on the CPU."""
+    For compiled code every batch is filled up to one of a few shapes. auto: layers on CUDA, none on
+    the CPU."""
     profile: bool = False
     """Trace a few steps of rank 0, write RUN/profile/ and print where the time goes."""
 
