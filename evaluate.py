@@ -6,7 +6,7 @@
     python evaluate.py runs/cola input=sentences.csv out=predictions.tsv
 
 The first argument is the directory of a checkpoint or of a finished run. A run stands for the
-checkpoint that train.select chose.
+checkpoint that train.select chose. Give exactly one of data=, text= and input=.
 """
 
 from xformer.start import run

@@ -1,4 +1,4 @@
-"""The first hour on a CUDA machine: is it right there, and how fast is it?
+"""The first hour on a CUDA machine: does xformer compute correctly there, and how fast is it?
 
     python -m benchmarks.first_hour --output docs     # or: make gpu
     python -m benchmarks.first_hour --rehearse        # tiny, on whatever device there is
@@ -560,9 +560,20 @@ def main() -> int:
         epilog=details,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--output", type=Path, help="folder for gpu.md and gpu.json")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="folder for gpu.md and gpu.json (default: only print the results)",
+    )
     parser.add_argument("--rehearse", action="store_true", help="tiny models, on any device")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        metavar="PART",
+        help=f"run only some of the parts: {', '.join(PARTS)}",
+    )
     parser.add_argument(
         "--fail", choices=PARTS, metavar="PART", help="make this part fail, to try the report"
     )

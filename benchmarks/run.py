@@ -9,8 +9,9 @@
 DIR holds english_wikipedia/train.txt, vocabs/bert-base-uncased.vocab.txt, glue/MRPC and glue/CoLA.
 
 Ours is train.py as a user runs it; its speed is read from its log. Theirs is the Trainer, timed by
-a callback. Each contestant is a separate process with all cores. They alternate: ours, theirs, the
-ceiling, and again. Only real tokens are counted, and warm-up steps are left out.
+a callback. The ceiling is a step of nothing but matrix products and attention. Each of the three is
+a separate process with all cores. They take turns: ours, theirs, the ceiling, and again. Only real
+tokens are counted, and warm-up steps are left out.
 """
 
 from __future__ import annotations
@@ -97,15 +98,15 @@ def _arguments() -> argparse.Namespace:
         type=whole_number(1),
         default=3,
         metavar="N",
-        help="How many times each contestant runs (default: %(default)s).",
+        help="How many times ours, theirs and the ceiling each run (default: %(default)s).",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="DIR",
-        help="Write DIR/benchmarks.json, DIR/figures/ and the text between the two marks of "
-        "DIR/benchmarks.md (default: only print the table). If you name parts, the rows of the "
-        "other parts stay.",
+        help="Write DIR/benchmarks.json and DIR/figures/, and replace the text between the two "
+        "marks (HTML comments) in DIR/benchmarks.md (default: only print the table). If you name "
+        "parts, the rows of the other parts stay.",
     )
     parser.add_argument(
         "--scratch",

@@ -46,7 +46,7 @@ EVALUATE = """Score a checkpoint, fill masks, or predict raw rows.
     xformer evaluate runs/cola input=sentences.csv out=predictions.tsv
 
 The first argument is the directory of a checkpoint or of a finished run. A run stands for the
-checkpoint that train.select chose.
+checkpoint that train.select chose. Give exactly one of data=, text= and input=.
 """
 RECIPES = """List the recipes that come with the package, or print one.
 

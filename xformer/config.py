@@ -28,6 +28,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
 )
+from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -40,6 +41,7 @@ MOVED = {"data.store": "data", "data.fraction": "fraction"}  # keys that were re
 # keys that were removed, and why
 GONE = {"system.shard": "every rank keeps the whole model (batch.accumulate saves memory)"}
 LARGEST = 2**24  # largest size of a recipe in bytes
+HIDDEN: JsonDict = {"hidden": True}  # as json_schema_extra: --help leaves the key out
 
 SettingsType = TypeVar("SettingsType", bound="Settings")
 
@@ -385,6 +387,8 @@ def _help_lines(schema: type[BaseModel], prefix: str) -> list[str]:
     lines: list[str] = []
     groups: list[str] = []
     for name, field in schema.model_fields.items():
+        if field.json_schema_extra == HIDDEN:
+            continue
         if _is_group(field.annotation):
             title = f"{prefix}{name}.*: {getdoc(field.annotation) or ''}"
             groups += ["", *wrapped(title, 0)]

@@ -60,14 +60,13 @@ class EvaluateConfig(Settings):
     split: str = "test"
     """The split of the store to score."""
     out: str | None = None
-    """Write the scores to this file as JSON. With input=, write the predictions to this file as a
-    tab-separated table, or, for span heads and a name that ends in .json, as JSON for SQuAD's
-    script."""
+    """Write the scores to this file as JSON. With input=, write the predictions to it instead, as a
+    tab-separated table. For span heads, a name that ends in .json gives JSON for SQuAD's script."""
     predictions: str | None = None
     """Write the predictions to this file as a tab-separated table, with one line per row (for
     head=choice: per question) and a column `gold` if the split has labels. For span heads, write
     JSON that maps each question's id to its answer. If the name ends in .npz, write the outputs and
-    labels of every row for xformer.predictions instead."""
+    labels of every row instead, in a file that xformer.predictions.read opens."""
     threshold: float | None = None
     """For span heads: leave a question unanswered if "no answer" scores higher than its best span
     by more than this. To find a good value, score the split valid, which prints best_threshold.

@@ -35,7 +35,8 @@ class Seeds(Settings):
     all: Seed = 0
     """Seed of everything that has no seed of its own."""
     weights: Seed | None = None
-    """Seed of fresh weights: of a model without `init`, and of a new head."""
+    """Seed of fresh weights: of a model without `init`, of a new head, and of surgery operations
+    that are given no seed."""
     order: Seed | None = None
     """Seed of the order of the rows, and of which rows `fraction` keeps."""
     masks: Seed | None = None
@@ -79,10 +80,11 @@ class MaskingConfig(Settings):
     and 10 % stay unchanged."""
 
     probability: float = Field(0.15, gt=0, lt=1)
-    """Fraction of all tokens that are chosen for prediction."""
+    """Probability that a token is chosen for prediction. Special tokens are never chosen."""
     pair_weight: float = Field(0.0, ge=0)
-    """Weight of the pair loss relative to the MLM loss, for stores of pairs. 0 trains no pair head
-    (BERT's next sentence and ALBERT's sentence order: 1; PLUS's protein families: 0.43)."""
+    """Weight of the pair loss relative to the MLM loss, for stores of pairs. 0 trains no pair head.
+    The papers use 1 (BERT's next sentence, ALBERT's sentence order) and 0.43 (PLUS's protein
+    families)."""
 
 
 class LossConfig(Settings):
@@ -133,7 +135,7 @@ class TrainConfig(Settings):
     "1M words"]."""
     keep_state: bool = True
     """Whether a finished run can be extended. false keeps only the weights of the selected
-    checkpoint, a third of its size or less."""
+    checkpoint. They are a third of the checkpoint or less."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of the log; each line is a mean over the steps since the last."""
     select: Literal["best", "last"] = "best"

@@ -214,6 +214,7 @@ GENERATORS = {
     "shuffle": parentheses,
 }
 BRACKETS = ("nesting", "flat", "shuffle")
+WITHOUT_FREQUENCIES = ("uniform", "shuffle")  # they have no option --frequencies
 
 
 def stream(corpus: Corpus, split: str, number: int) -> np.random.Generator:
@@ -389,6 +390,7 @@ ABOUTS = {
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the options of `synthetic NAME`."""
     parser.set_defaults(generator=name, frequencies=None, push=0.4, depth=None)
+    size = "30000" if name in WITHOUT_FREQUENCIES else "that of --frequencies, or else 30000"
     add = parser.add_argument
     add(
         "--tokens",
@@ -408,8 +410,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         "--vocab-size",
         type=whole_number(6),
         metavar="N",
-        help="Size of the vocabulary, including five special ids (default: as many as the store "
-        "--frequencies has, else 30000).",
+        help=f"Size of the vocabulary, including five special ids (default: {size}).",
     )
     _add_distribution(parser, name)
     add(
@@ -449,14 +450,16 @@ def _add_distribution(parser: argparse.ArgumentParser, name: str) -> None:
             help="The maximum number of brackets that are open at once (default: %(default)s).",
         )
     else:
+        which = "the first ones of the vocabulary"
+        if name not in WITHOUT_FREQUENCIES:
+            which = f"the most frequent ones of --frequencies, or without it {which}"
         add(
             "--distinct",
             type=whole_number(1),
             metavar="N",
-            help="How many distinct tokens occur: the most frequent ones of --frequencies, or the "
-            "first ones without it (default: all).",
+            help=f"How many distinct tokens occur: {which} (default: all).",
         )
-    if name not in ("uniform", "shuffle"):
+    if name not in WITHOUT_FREQUENCIES:
         add(
             "--frequencies",
             type=Path,

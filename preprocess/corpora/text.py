@@ -170,8 +170,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1, 4096),
         metavar="N",
         help="The number of processes that encode, in addition to the one that reads and writes. "
-        "With 1, that one process encodes too, as it always does for a few megabytes. The ids do "
-        "not depend on it (default: all cores).",
+        "With 1 there is no additional process: the one that reads and writes encodes too. It also "
+        "does so if there are only a few megabytes. The ids are the same for every N (default: all "
+        "cores).",
     )
     add_output(parser, "STORE")
 

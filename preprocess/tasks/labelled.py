@@ -630,9 +630,10 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
     add(
         "--split-column",
         metavar="NAME",
-        help="The column that names each row's split: train, valid or test. The value `none` "
-        "ignores such columns and draws the splits at random (default: the column split or set, "
-        "and the column validation, in which true marks a row of the split valid).",
+        help="The column that names each row's split: train, valid or test (default: the column "
+        "split or set, if there is one). If there is a column validation, rows in which it is true "
+        "belong to the split valid. The value `none` ignores all these columns and draws the "
+        "splits at random.",
     )
     for split in ("train", "valid", "test"):
         add(

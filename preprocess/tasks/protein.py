@@ -43,7 +43,8 @@ PROTEIN_TASKS = {
 }
 ABOUTS = {
     "protein": "Labelled proteins: FASTA, JSON lines, csv or parquet.",
-    "protein/family": "Families, for `pairs --kind family`: Pfam's FASTA (third field), or csv.",
+    "protein/family": "Families of proteins, for `pairs --kind family`: csv, or Pfam's FASTA, "
+    "whose headers have the family as their third field.",
     "protein/localization": "The place in the cell: DeepLoc's FASTA, or one FASTA file per place.",
     "protein/stability": "How stable a design is: TAPE's JSON lines, PLUS's FASTA, or csv.",
     "protein/fluorescence": "How brightly a GFP variant shines: JSON lines, FASTA or csv.",

@@ -5,6 +5,7 @@
     python -m xformer.analysis draw DIR/pwcca.json
 
 {commands}
+    draw          the figures of an earlier result once more, from its JSON file
 
 `python -m xformer.analysis NAME --help` explains an analysis and shows every key with its default.
 

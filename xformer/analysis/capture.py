@@ -37,7 +37,8 @@ from xformer.analysis.examples import (
     open_examples,
     parse_layers,
 )
-from xformer.analysis.subcommand import Subcommand, check_place, with_progress
+from xformer.analysis.subcommand import NameList, Subcommand, check_place, with_progress
+from xformer.config import HIDDEN
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 from xformer.data.files import (
@@ -67,8 +68,12 @@ class CaptureConfig(ExamplesConfig):
     out: str
     """The HDF5 file to write, F.h5. Its parts are in F.h5.parts, next to it. The directory is
     created if necessary."""
-    run: str | None = None
+    run: str | None = Field(None, json_schema_extra=HIDDEN)
     """Not allowed here, because a capture has no figure that TensorBoard could show."""
+    names: NameList = Field((), json_schema_extra=HIDDEN)
+    """Without effect, because a capture holds one checkpoint, and no name of it."""
+    mapping_b: str | None = Field(None, json_schema_extra=HIDDEN)
+    """Without effect, because there is no second checkpoint."""
     overwrite: bool = False
     """Replace an earlier capture of the same name."""
     layers: str = "all"

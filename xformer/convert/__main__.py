@@ -51,8 +51,9 @@ def _add_from_hf(commands: argparse._SubParsersAction[CommandParser]) -> None:
         help="Import a Hugging Face checkpoint of the BERT family.",
         description="Import a Hugging Face checkpoint of BERT, RoBERTa, XLM-RoBERTa, ALBERT or "
         "DistilBERT: its config.json, its weights, the head that it has, and its tokenizer. The "
-        "weights are model.safetensors or pytorch_model.bin, whole or in shards; a .bin may hold "
-        "tensors only. The command reports how many tensors it imported, and names the others.",
+        "weights are model.safetensors or pytorch_model.bin, whole or in shards. A .bin file that "
+        "holds anything but tensors is refused. The command reports how many tensors it imported, "
+        "and names the others.",
     )
     command.add_argument(
         "source",
@@ -68,8 +69,9 @@ def _add_from_plus(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "from-plus",
         help="Import a PLUS-TFM checkpoint from the public PLUS repository.",
         description="Import a PLUS-TFM checkpoint (Min et al. 2019) with its heads: MLM and "
-        "same-family prediction, or the classifier of a fine-tuned model. The file holds tensors "
-        "only; all sizes but the number of attention heads are read from their shapes.",
+        "same-family prediction, or the classifier of a fine-tuned model. A file that holds "
+        "anything but tensors is refused. All sizes are read from the shapes of the tensors, "
+        "except the number of attention heads.",
     )
     command.add_argument(
         "source", metavar="FILE", type=Path, help="The file to import, such as PLUS-TFM.pt."

@@ -23,8 +23,8 @@ class ModelConfig(Settings):
     kmer: int = Field(4, ge=1, le=6)
     """Number of letters in a word of hilbert_cnn, which has 4^kmer input channels."""
     letters: tuple[int, ...] = ()
-    """Ids of the letters in the words of hilbert_cnn. Empty takes A, C, G and T of the tokenizer. A
-    word with any other letter is all zero."""
+    """Ids of the letters in the words of hilbert_cnn. Empty: the ids of A, C, G and T in the
+    tokenizer. A word with any other letter is 0 in every input channel."""
     vocab_size: int = Field(0, ge=0, lt=2**31)
     """Pieces in the embedding table. 0 takes the size of the tokenizer's vocabulary."""
     layers: int = Field(12, ge=1)
@@ -69,9 +69,9 @@ class ModelConfig(Settings):
     """Dropout on attention probabilities."""
     dropout_form: Literal["bert", "roberta", "albert", "distilbert"] = "bert"
     """Where dropout is applied. All families apply it where BERT does, with these exceptions.
-    RoBERTa also applies it before the pooler of a head. ALBERT does not apply it to the output of
-    the feed-forward network, but before the sentence-pair head of pre-training. DistilBERT does not
-    apply it to the output of attention, but before span and token-classification heads."""
+    RoBERTa also applies it before the pooler of a head. ALBERT omits it on the output of the
+    feed-forward network, and adds it before the sentence-pair head of pre-training. DistilBERT
+    omits it on the output of attention, and adds it before span and token-classification heads."""
     initializer_range: float = Field(0.02, gt=0)
     """Standard deviation of fresh weights."""
 

@@ -32,13 +32,12 @@ LIMIT = timedelta(minutes=30)  # for all ranks to start, and for a collective
 
 
 class SystemConfig(Settings):
-    """How a run is executed. A run may continue with other values."""
+    """How the command is executed."""
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Type of the matrix products: fp32, or bf16 by autocast with fp32 weights. auto takes bf16 on
     GPUs from compute capability 8.0 and on CPUs with avx512_bf16 or amx_bf16, and fp32 elsewhere.
-    A run keeps the precision that it began with, and evaluation takes that of the training. A study
-    counts runs with different precisions as different runs."""
+    A run keeps the precision that it began with, and evaluation takes that of the training."""
     tf32: bool = False
     """On CUDA, with precision=fp32: compute matrix products and convolutions in TF32, which has the
     range of fp32 and 10 bits of mantissa."""
@@ -59,7 +58,8 @@ class SystemConfig(Settings):
 
 
 class TrainingSystem(SystemConfig):
-    """How a run is executed. A run may continue with other values."""
+    """How a run is executed. A stopped run may be resumed with other values. A study counts runs
+    with different precisions as different runs."""
 
     peak_tflops: float = Field(0.0, ge=0)
     """Peak throughput of a device, in 10^12 operations per second; `mfu` (model FLOPs utilisation)
@@ -68,7 +68,8 @@ class TrainingSystem(SystemConfig):
     compile: Literal["auto", "none", "layers", "graphs"] = "auto"
     """What torch.compile compiles for training: the embeddings and each layer (layers), the whole
     loss, which then runs as one CUDA graph (graphs; for small models on a single GPU), or nothing.
-    Batches are filled up to a few shapes. auto: layers on CUDA, none on the CPU."""
+    For compiled code every batch is filled up to one of a few shapes. auto: layers on CUDA, none on
+    the CPU."""
     profile: bool = False
     """Trace a few steps of rank 0, write RUN/profile/ and print where the time goes."""
 

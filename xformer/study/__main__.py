@@ -49,7 +49,8 @@ class Arguments(Settings):
     file is gone."""
     kept: str = ""
     """A directory with one small file for each finished run. A run that has a file here counts as
-    done, and each newly finished run adds its file. If you commit it, the results do not depend on the run directories."""
+    done, and each newly finished run adds its file. If you commit the directory, the results do not
+    depend on the run directories."""
     needs: dict[str, str] = Field({})
     """Where something that the study needs is: needs.NAME=PATH. dry_run=true lists the names."""
     only: dict[str, Level | tuple[Level, ...]] = Field({})

@@ -1,4 +1,4 @@
-"""Make the first steps of a run again, and compare its log bit for bit.
+"""Repeat the first steps of a run, and compare the new log with the old one bit for bit.
 
 python -m xformer.study verify runs/english steps=20
 """
@@ -94,7 +94,7 @@ def _model(run: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make(config: dict[str, Any], environment: dict[str, Any], again: Path, steps: int) -> None:
-    """Make the first steps of a run in the directory `again`, in as many processes with as many
+    """Repeat the first steps of a run in the directory `again`, in as many processes with as many
     threads as the first time."""
     ranks = environment["world_size"]
     system = {**config["system"], "threads": environment.get("threads", 0), "profile": False}

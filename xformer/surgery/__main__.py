@@ -4,8 +4,8 @@
     python -m xformer.surgery CHECKPOINT OUT 'keep_layers(first=6)' 'shuffle_embeddings(seed=1)'
 
 An operation is a name, or name(argument=value, ...) in quotes. The operations are applied in the
-order given and recorded in the history of the new checkpoint, which `python -m xformer.convert
-inspect` shows.
+order given. The history of the new checkpoint records them: `python -m xformer.convert inspect`
+shows it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xformer.data.errors import typed
 from xformer.start import run
 from xformer.surgery.registry import OPERATIONS, Registered, apply, parse_operation, split_docstring
 
-SEED = "Seed of the operations that take a seed and are given none (default: 0)."
+SEED = "Seed of every operation that takes a seed but is not given one (default: 0)."
 
 
 def main() -> None:

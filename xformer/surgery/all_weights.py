@@ -24,7 +24,7 @@ def clean(
     With the same seed, the result is the model that a recipe without `init` starts from.
 
     Args:
-        seed: Seed of the random values (default: the run's, or --seed).
+        seed: Seed of the random values (default: the run's seed.weights; without a run, --seed).
         distribution: Normal (Kao & Lee 2021), or truncated at two standard deviations (Devlin et
             al. 2019).
     """
@@ -44,7 +44,7 @@ def reinit_scaled(
     Args:
         match: What each matrix keeps: its magnitude (the Frobenius norm) or its
             variance.
-        seed: Seed of the random values (default: the run's, or --seed).
+        seed: Seed of the random values (default: the run's seed.weights; without a run, --seed).
         distribution: Normal or truncated, as in clean.
     """
     refuse_cnn(checkpoint.config, "and this operation works on transformers only")
@@ -80,7 +80,7 @@ def oracle_shuffle(checkpoint: Checkpoint, seed: Seed = 0) -> Checkpoint:
     are shuffled separately. Biases and LayerNorms are shuffled too.
 
     Args:
-        seed: Seed of the shuffles (default: the run's, or --seed).
+        seed: Seed of the shuffles (default: the run's seed.weights; without a run, --seed).
     """
     refuse_cnn(checkpoint.config, "and this operation works on transformers only")
 

@@ -30,7 +30,7 @@ def clean_embeddings(
     2021, section 4, tables 4 and 5), "re-emb" (Kao & Lee 2021, section 3.2).
 
     Args:
-        seed: Seed of the random values (default: the run's, or --seed).
+        seed: Seed of the random values (default: the run's seed.weights; without a run, --seed).
         distribution: Normal or truncated, as in clean.
     """
     refuse_cnn(checkpoint.config, "which has no word embeddings")
@@ -54,7 +54,7 @@ def shuffle_embeddings(
     beyond the vocabulary.
 
     Args:
-        seed: Seed of the shuffle (default: the run's, or --seed).
+        seed: Seed of the shuffle (default: the run's seed.weights; without a run, --seed).
         keep_special: Special tokens keep their vectors. false needs english_only=false.
         english_only: Only English-like pieces, (##)?[A-Za-z]+, exchange their vectors. With false,
             all pieces do.
@@ -125,7 +125,7 @@ def substitute_unused(
 
     Args:
         store: The store that the model was pre-trained on.
-        seed: Seed of the assignment (default: the run's, or --seed).
+        seed: Seed of the assignment (default: the run's seed.weights; without a run, --seed).
         split: The split of the store.
     """
     table = _word_embeddings(checkpoint)

@@ -85,7 +85,7 @@ def reinit_last_layers(
     Args:
         from_layer: The first layer to re-initialise, k in the paper. In a model of 12 layers, 1
             re-initialises all of them, 12 only the last, and 13 none.
-        seed: Seed of the random values (default: the run's, or --seed).
+        seed: Seed of the random values (default: the run's seed.weights; without a run, --seed).
         distribution: Normal or truncated, as in clean.
     """
     check_from_layer(checkpoint.config, from_layer)
@@ -118,7 +118,7 @@ def reinit_head(
     Args:
         layer: The layer of the head, from 1.
         head: The number of the head within its layer, from 1.
-        seed: Seed of the random values (default: the run's, or --seed).
+        seed: Seed of the random values (default: the run's seed.weights; without a run, --seed).
         distribution: Normal or truncated, as in clean.
     """
     check_attention_head(checkpoint.config, layer, head)
