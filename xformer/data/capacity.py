@@ -7,6 +7,7 @@ has a label.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,11 +33,11 @@ class Capacity:
 class Capacities:
     """The shapes that the batches of a run are filled up to.
 
-    `tokens` and `rows` (B,) are the sizes of some of the run's batches. At most `most` capacities
-    are chosen, so that these batches need as little filler as possible. A later batch that fits
-    none of them adds a capacity. `longest` is the length limit of a row, `together` the number of
-    rows in an example, and `masked` the expected share of tokens to predict (0: the task predicts
-    no tokens, 1: any number is possible).
+    `tokens` and `rows` (B,) are the sizes of some of the run's batches. At most `most` capacities are
+    chosen, so that these batches need as little filler as possible. A later batch that fits none of
+    them gets a larger one. `longest` is the length limit of a row, `together` the number of rows in
+    an example, and `masked` the expected share of tokens to predict (0: the task predicts no tokens,
+    1: any number is possible).
     """
 
     def __init__(
@@ -62,19 +63,24 @@ class Capacities:
         return Capacity(tokens, _aligned(rows, self.together), _aligned(places, ALIGNED))
 
     def fill(self, batch: Batch[np.ndarray]) -> Batch[np.ndarray]:
-        """The batch, filled up to the smallest capacity that holds it."""
-        for capacity in self.known:
-            if self._holds(capacity, batch):
-                return filled(batch, capacity, self.longest)
+        """The batch, filled up to the first capacity that holds it.
+
+        It depends on nothing but the batch, so that a continued run has the same shapes.
+        """
+        capacity = next(one for one in self._all() if self._holds(one, batch))
+        return filled(batch, capacity, self.longest)
+
+    def _all(self) -> Iterator[Capacity]:
+        """The chosen capacities, then larger and larger ones for batches that they do not hold."""
+        yield from self.known
         grown = self.known[-1]
-        while not self._holds(grown, batch):
+        while True:
             grown = Capacity(
                 _aligned(int(grown.tokens * GROWTH), ALIGNED),
                 _aligned(int(grown.rows * GROWTH) + 1, self.together),
                 _aligned(int(grown.places * GROWTH), ALIGNED),
             )
-        self.known.append(grown)
-        return filled(batch, grown, self.longest)
+            yield grown
 
     def _holds(self, capacity: Capacity, batch: Batch[np.ndarray]) -> bool:
         spare = capacity.tokens - len(batch.tokens)
