@@ -33,11 +33,11 @@ class Capacity:
 class Capacities:
     """The shapes that the batches of a run are filled up to.
 
-    `tokens` and `rows` (B,) are the sizes of some of the run's batches. At most `most` capacities are
-    chosen, so that these batches need as little filler as possible. A later batch that fits none of
-    them gets a larger one. `longest` is the length limit of a row, `together` the number of rows in
-    an example, and `masked` the expected share of tokens to predict (0: the task predicts no tokens,
-    1: any number is possible).
+    `tokens` and `rows` (B,) are the sizes of some of the run's batches. At most `most` capacities
+    are chosen, so that these batches need as little filler as possible. A later batch that fits
+    none of them gets a larger one. `longest` is the length limit of a row, `together` the number of
+    rows in an example, and `masked` the expected share of tokens to predict (0: the task predicts
+    no tokens, 1: any number is possible).
     """
 
     def __init__(
