@@ -162,8 +162,8 @@ def _verdict(results: Results, claim: Claim, table: ScoreTable) -> Verdict:
 
 
 def _learnt(results: Results, claim: Claim, table: ScoreTable) -> bool:
-    """Whether any run of a claim is above chance. True if the table gives no chance level. If no
-    run is, a tie says nothing."""
+    """Whether any run of a claim is above chance. True if some column of the table has no chance
+    level. Models that are all at chance say nothing about the claim."""
     if not set(results.study.columns(table)) <= set(table.chance):
         return True
     scores = [score for side in (claim.better, claim.than) for score in results.scores(table, side)]
@@ -212,7 +212,7 @@ def origins(path: Path, scale: str) -> tuple[list[Origin], Origin]:
     # parents are those in a history of these folders alone; children come before parents
     log = _git(root, "rev-list", "--topo-order", "--timestamp", "--parents", "HEAD", "--", *folders)
     shallow = (_git(root, "rev-parse", "--is-shallow-repository") or b"").strip() == b"true"
-    left: dict[str, set[int]] = {}  # for each commit, what all commits on some way to it hold
+    left: dict[str, set[int]] = {}  # by commit: what all commits on some path to it hold
     for number, line in enumerate((log or b"").decode().splitlines()):
         seconds, commit, *parents = line.split()
         still = set(range(len(wanted))) if number == 0 else left.get(commit, set())
@@ -248,7 +248,7 @@ def _power(study: Study, claim: Claim) -> str:
     pairs = len(better & than)
     tests = len(study.levels_of(table).get(claim.each) or ("",)) * study.registration.looks
     return (
-        f"margin {claim.margin:g}; {pairs} pairs find a difference "
+        f"margin {claim.margin:g}; with power {POWER:g}, {pairs} pairs detect a difference "
         f"{detectable(pairs, tests):.2f} standard deviations from the margin"
     )
 

@@ -42,7 +42,8 @@ from xformer.surgery.registry import Operation, parse_operation
 from xformer.tasks.known import TASKS, task_of
 from xformer.tasks.task import Head
 
-# what `preprocess.py task NAME` makes. For OPEN tasks --kind decides; all others make classes
+# what `preprocess.py task NAME` makes. For OPEN tasks --kind decides; squad makes spans, choice
+# makes choices, and all others make classes
 SCORES = ("glue/stsb", "protein/stability", "protein/fluorescence")
 TAGS = ("conll", "protein/secondary", "protein/conservation")
 OPEN = ("tsv", "dna", "protein")
@@ -63,7 +64,7 @@ SPECIAL = 5  # tokens that every tokenizer of `preprocess.py tokenizer` has besi
 @dataclass(frozen=True)
 class TokenizerFacts:
     """A tokenizer. Two of one `maker` are the same. `size` counts its pieces, special ones
-    included; `letters`: one id a symbol; `learned`: `preprocess.py tokenizer` makes it."""
+    included; `letters`: each symbol is one id; `learned`: `preprocess.py tokenizer` trains it."""
 
     maker: str
     size: int | None = None
@@ -159,8 +160,8 @@ class Forecast:
         return replace(first, name=name, kind=kind, splits=splits)
 
     def unchecked(self, jobs: Iterable[Job]) -> int:
-        """How many of the jobs are runs from a model that is not there, so it is not known yet
-        whether they can use it."""
+        """How many of the jobs are runs from a model whose shape is not known yet, so it is not
+        known either whether they can use it."""
         return sum(job.recipe is not None and self.start(job) is None for job in jobs)
 
     def _of_run(self, job: Job) -> Facts:
@@ -358,7 +359,8 @@ def _settings(arguments: Sequence[str]) -> dict[str, str]:
 
 class Costs:
     """Expected seconds of a plan's jobs, at the FLOP/s of its finished runs: those on disk, and
-    those whose results are `kept`, by key. Raises BadInput where Forecast does."""
+    those whose results are `kept`, by key. Raises BadInput naming a result that does not say how
+    many seconds its run took."""
 
     def __init__(self, forecast: Forecast, kept: Mapping[str, Any] | None = None):
         self.forecast, kept = forecast, kept or {}

@@ -1,9 +1,13 @@
 """From a study file to its jobs: what each runs, what it depends on, and its content key.
 
-A key is a hash of everything that determines a result: the resolved recipe without `run`,
-`system.*` and the intervals of logs and checkpoints, the precision, the number of processes, the
-keys of the stores and of the initial checkpoint, and RESULTS. Two studies that ask for the same run
-share it, and a changed run has another key.
+A key is a hash of everything that determines a result. For a run, that is
+
+- the resolved recipe, but not its `run`, `overwrite`, `system.*` or intervals of logs and
+  checkpoints. Each path is replaced by the key of what is made there, or the digest of a need;
+- the precision, tf32, the number of processes, and RESULTS.
+
+For another command it is RESULTS and the command line, with its paths replaced in the same way. Two
+studies that ask for the same run share it, and a changed run has another key.
 """
 
 from __future__ import annotations
@@ -98,8 +102,9 @@ class _Inputs:
 
 
 class Plan:
-    """The jobs of a study in an order in which they can run, `jobs`, by key. `wanted` has the
-    keys of those that are shown; the others are there because these wait for them.
+    """The jobs of a study. `jobs` has them by key, in an order in which they can run. `wanted` has
+    the keys of those that a table or figure shows; the others are there because these wait for
+    them.
 
     `root` is the directory of all studies; `paths` {need: path} comes from the command line, and
     `kept` is the directory of kept results, if there is one. Raises BadInput if a recipe, a setting
@@ -133,8 +138,8 @@ class Plan:
             self._check_run(job)
 
     def restrict(self, only: Mapping[str, Sequence[str]]) -> None:
-        """Keep of the wanted runs those at these levels of the factors that they have. Raises
-        BadInput for a factor or a level that does not exist."""
+        """Keep only the wanted runs at these levels. A run that does not vary by a factor is kept.
+        Raises BadInput for a factor or a level that does not exist."""
         every = [job for jobs in self._staged.values() for job in jobs.values()]
         for factor, levels in only.items():
             if not levels:
@@ -282,7 +287,9 @@ class Plan:
             raise BadInput(f"made.{name} is made from itself")
         made = self.study.made[name]
         if bool(made.same) == bool(made.command) or (made.command and "{out}" not in made.command):
-            raise BadInput(f"made.{name} needs `same`, or a command with {{out}}")
+            raise BadInput(
+                f"made.{name} needs either `same`, or a command with {{out}} as a word of its own"
+            )
         self._making.append(name)
         try:
             if made.same:
@@ -294,7 +301,7 @@ class Plan:
     def _command(
         self, parts: Sequence[str], inputs: _Inputs, place: str, proof: str = "", stage: str = ""
     ) -> Job:
-        """The job that a command does, at `place` and its key below the root."""
+        """The job of a command. Its path is `place` followed by its key, below the root."""
         key = content_key(self._filled(parts, inputs, True))
         filled = self._filled(parts, inputs, False)
         path = self.root / f"{place}{key}"
@@ -330,7 +337,7 @@ class Plan:
         return PLACE_BELOW.sub(lambda place: self._place(place, inputs, by_key), value)
 
     def _place(self, place: re.Match[str], inputs: _Inputs, by_key: bool) -> str:
-        """What stands for a place and the rest of its path."""
+        """The text that replaces a place and the rest of its path."""
         kind, name, factor, level, below = place.groups()
         if kind == "need":
             return self._need(name, below, place[0], by_key, inputs)
@@ -410,8 +417,8 @@ def identity(recipe: Recipe) -> dict[str, Any]:
         own, others = (reduce(dict.__getitem__, groups, values) for values in (content, defaults))
         if own[key] == others[key]:
             del own[key]
-    # `data`, `fraction` and fp32 are written in the form that named the first results, when `data`
-    # was a group and the precision was left out, so that those keep their keys
+    # when the first results were made, `data` was a group that held `fraction`, and fp32 was not
+    # written. This form is kept, so that they keep their keys
     content["data"] = {"store": content["data"], "fraction": content.pop("fraction")}
     if recipe.system.precision != "fp32":
         content["precision"] = recipe.system.precision

@@ -289,8 +289,8 @@ class ClusterCommand:
 
 @dataclass
 class Outcome:
-    """How a job ended: "done", "there" (done before), "not needed" (not done, and no job that must
-    run waits for it), "failed" or "not run"."""
+    """How a job ended: "done", "there" (done before, or meanwhile by another study), "not needed"
+    (not done, and no job that must run waits for it), "failed" or "not run"."""
 
     job: Job
     state: str
@@ -445,8 +445,9 @@ class _Queue:
 
 
 def _order(jobs: Sequence[Job]) -> dict[str, tuple[int, int]]:
-    """The rank of each job by key: most runs before it first, ties in the order of the plan. So the
-    fine-tunings of a pre-training come before the next pre-training, and results come early."""
+    """The rank of each job, by key. A job with a longer chain of runs before it comes earlier;
+    ties keep the order of the plan. So the fine-tunings of a pre-training come before the next
+    pre-training, and results come early."""
     runs: dict[str, int] = {}  # the longest chain of runs that ends with a job
     rank = {}
     for number, job in enumerate(jobs):  # what a job waits for comes before it
@@ -546,7 +547,7 @@ def newest_numbers(jobs: Iterable[Job]) -> dict[str, float]:
         record = [record for record in records(newest) if record["event"] == "train"][-1]
         speed = record["real_tokens_per_second"]
         return {"step": record["step"], "loss": record["loss"], "tokens/s": speed}
-    except (OSError, IndexError, KeyError, ValueError):  # nothing is logged, or just being so
+    except (OSError, IndexError, KeyError, ValueError):  # no log yet, or a half-written line
         return {}
 
 

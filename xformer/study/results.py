@@ -202,8 +202,8 @@ class Results:
         }
 
     def scores(self, table: ScoreTable, wanted: Levels) -> Iterator[Score]:
-        """The scores of a table at these levels, in the order of its runs. A level that is wanted
-        takes the place of one in the table's `where`, so claims can compare others."""
+        """The scores of a table at these levels, in the order of its runs. A `wanted`
+        level overrides the table's `where`, so claims can compare levels that it does not show."""
         minus = list(self.study.factors(table.minus)) if table.minus else []
         bases = {tuple(job.levels.values()): job for job in self.plan.runs(table.minus)}
         levels = {**table.where, **wanted}
@@ -240,8 +240,9 @@ class Results:
     def replicates(self, table: ScoreTable, wanted: Levels) -> dict[Replicate, float]:
         """Scores of the runs at these levels by seed, averaged over everything else.
 
-        A seed that lacks a part of it is left out, so that unlike averages are never compared. If
-        no seed varies, each combination of the factors that are not the table's own is one.
+        A seed that lacks a score is left out, so that all averages are over the same runs. If no
+        factor is called `seed`, each combination of the levels of the remaining factors (all but
+        rows, columns and those of `wanted`) takes the place of a seed.
         """
         inside = {table.rows, table.columns} | set(wanted)
         rest = [factor for factor in self.study.factors(table.stage) if factor not in inside]
@@ -295,7 +296,8 @@ class Results:
         return table.published.number(name(table.rows, row), name(table.columns, column))
 
     def _best(self, runs: Sequence[Score], table: ScoreTable, column: str) -> float | None:
-        """The highest score of some runs, or of all their validations if the table asks for it."""
+        """The highest score of some runs. If the table asks for it and shows the split valid, of
+        all their validations too."""
         if table.best == "none":
             return None
         scores = [run.value for run in runs if run.value is not None]
@@ -358,7 +360,7 @@ class Results:
         return panels
 
     def picture(self, picture: Picture) -> tuple[Job, Path] | None:
-        """The run whose figure a report shows, and that figure; None if no run is finished."""
+        """The first finished run that drew the figure, and that figure; None if there is none."""
         for job in self.plan.runs(picture.stage, picture.where):
             path = job.path / picture.file
             if job.done and path.is_file():
@@ -381,7 +383,8 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def _read_metrics(job: Job, with_log: bool) -> Metrics:
-    """The scores of a finished job, with the last line of its log as a split `train` if asked."""
+    """The scores of a finished job, with the last training line of its log as a split `train` if
+    asked."""
     content = read_run_json(job.proof)
     metrics = content.get("metrics") if isinstance(content, dict) else None
     if metrics is not None and "split" in content:  # evaluate.py scores one split
@@ -411,8 +414,8 @@ def _are_scores(scores: Any) -> bool:
 
 
 def state_of(job: Job, outcomes: dict[str, Outcome]) -> str:
-    """The state of a job of a study: "done" (in this call or before), "to do", "failed" or "not
-    run". Empty for what is made for runs, unless it failed."""
+    """The state of a job of a study: "done" (in this call or before), "to do", "failed", "not run"
+    or "not needed". Empty for what is made for runs, unless it failed or was not run."""
     state = outcomes[job.key].state if job.key in outcomes else ""
     if state in ("failed", "not run"):
         return state

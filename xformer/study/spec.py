@@ -10,9 +10,9 @@
     base = "other.toml"      another study, which this one extends; equal runs are shared
 
 In any string {need.X}, {made.X} and {stage.X} stand for a path, and {FACTOR} for the name of a
-level. Names may depend on levels too: {made.{model}} is made for each model that some run needs. In
-{stage.X} a run finds the run of that stage at its own levels; {stage.X(corpus=english)} names
-another level.
+level. Names may depend on levels too: {made.{model}} is made for each model that some run needs.
+In a run's settings {stage.X} is the run of the stage X at the same levels, and
+{stage.X(corpus=english)} is the one at another level.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Stage(Settings):
     command: tuple[str, ...] = ()
     # Processes (ranks) of each run of a recipe, started by torchrun.
     processes: int = Field(1, ge=1)
-    # The JSON file of `metrics` that a command writes into the directory `{out}`, which exists.
+    # The JSON file of `metrics` that a command writes into the directory `{out}`. The study makes
+    # that directory first.
     result: str = "result.json"
     # Settings of every run, which override the recipe's. In a command, a setting takes the place of
     # {KEY}; without such a place it is added as KEY=VALUE.
@@ -151,7 +152,8 @@ class ScoreTable(Shown):
     # A factor; or "metric": then there is a column for each name in `metric`.
     columns: str
     # Name of the metric, or one for each column. "train.loss" names the split too; train stands for
-    # the last line of the log. "valid+valid_mismatched.accuracy" is the mean over two splits.
+    # the last training line of the log. "valid+valid_mismatched.accuracy" is the mean over two
+    # splits.
     metric: str | dict[str, str] = "accuracy"
     # The split that is scored.
     split: str = "test"
@@ -162,14 +164,14 @@ class ScoreTable(Shown):
     # What a cell is: the mean over runs, or their standard deviation.
     show: Literal["mean", "deviation"] = "mean"
     # Also show the maximum, as papers do that report no mean: over the runs, or over all
-    # validations of all runs.
+    # validations of all runs. The latter needs the split valid; for another split "epoch" is "run".
     best: Literal["none", "run", "epoch"] = "none"
     # Further columns, each the mean of some columns, taken within each seed.
     means: dict[str, tuple[str, ...]] = Field({})
     # The chance level of a column: the majority-class share, or for a correlation over n rows its
     # 95 % quantile under independence, 1.64 / sqrt(n). Runs at or below it are counted, because
-    # fine-tuning on small sets often fails (Mosbach et al. 2021). If every run of a claim is at
-    # chance, the claim stays undecided.
+    # fine-tuning on small sets often fails (Mosbach et al. 2021). If every column has a chance
+    # level and every run of a claim is at chance, the claim stays undecided.
     chance: dict[str, float] = Field({})
     published: Published | None = None
 
@@ -218,7 +220,8 @@ class Curves(Shown):
     lines: str
     # A number of the log's training lines.
     value: str = "loss"
-    # A number of the log's validation lines, drawn below, or one for each panel.
+    # A number of the log's validation lines, or one for each panel. Its panels follow those of
+    # training.
     validation: str | dict[str, str] = ""
 
     def factors(self) -> tuple[str, ...]:
@@ -291,7 +294,8 @@ class Deviation(Settings):
     tables: tuple[str, ...] = ()
     # Names of the curves that it concerns.
     curves: tuple[str, ...] = ()
-    # Names of the pictures that it concerns. Without any name it concerns everything.
+    # Names of the pictures that it concerns. If tables, curves and pictures are all empty, it
+    # concerns everything.
     pictures: tuple[str, ...] = ()
 
     def cells(self) -> tuple[str, str, str, str]:
@@ -409,7 +413,8 @@ def read_study(path: Path, scale: str) -> Study:
 
 
 def _at_scale(study: Study) -> Study:
-    """The study without what shows only runs at levels that `levels` leaves out."""
+    """The study without the tables and figures whose `where` names a level that `levels` leaves
+    out, and without the summaries of those tables."""
 
     def there(shown: Shown) -> bool:
         vary = study.stages[shown.stage].vary if shown.stage in study.stages else {}
@@ -448,7 +453,8 @@ def _check(study: Study, whole: Study) -> None:
 
 def _references(study: Study, whole: Study) -> Iterator[tuple[str, str, Collection[str]]]:
     """Every name by which one part of a study refers to another: where it stands, the name, and
-    the names that there are. A later name is looked up by those before it, once they are known."""
+    the names that there are. Check each name before you ask for the next: later ones are found by
+    way of earlier ones."""
     stages, tables = study.stages, {table.name: table for table in study.tables}
     for factor, levels in study.levels.items():
         place = f"levels.{factor}"
@@ -523,7 +529,7 @@ def _check_stage(study: Study, name: str) -> None:
     stage, owner = study.stages[name], dict[str, str]()
     if bool(stage.recipe) == bool(stage.command):
         raise BadInput("give a recipe or a command, one of them")
-    refuse_moved(stage.settings)  # here, as another factor's settings could hide an old name
+    refuse_moved(stage.settings)  # before merging, which could hide an old name
     for factor, levels in study.factors(name).items():
         if not levels and name in study.shown_stages():
             raise BadInput(f"vary.{factor} has no level left")
