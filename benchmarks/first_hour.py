@@ -57,7 +57,8 @@ SHAPES = {  # layers, hidden size, heads, inner size of the MLP
 WAYS = ("none", "layers", "graphs")  # system.compile
 # large models are compiled in fewer ways, because each takes a minute
 WAYS_OF = {"BERT-base": WAYS[:2], "BERT-large": WAYS[1:2]}
-# optimizers for which the host reads once a step whether the update is dropped
+# With these optimizers the host waits for the device once a step, to know whether to drop the
+# update.
 ASK_THE_HOST = ("adagrad", "adamax", "radam", "novograd")
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -77,10 +78,10 @@ class Row:
 
 
 def operations(rehearse: bool) -> list[Row]:
-    """Every operation in every type against the plain way in fp64."""
+    """Compare every operation in every dtype with its plain PyTorch version in fp64."""
     tests = ["tests/test_ops.py", "-k", "dropout" if rehearse else "cuda or dropout"]
     said = run(["-m", "pytest", "-p", "no:cacheprovider", "--tb=short", *tests])
-    return [Row("operations against the plain way", said.strip().splitlines()[-1])]
+    return [Row("operations compared with plain PyTorch", said.strip().splitlines()[-1])]
 
 
 def tasks(rehearse: bool) -> Iterator[Row]:
@@ -122,7 +123,8 @@ def gradient(model: Model, batch: Batch[Tensor], device: str, dtype: torch.dtype
 
 
 def waits(rehearse: bool) -> list[Row]:
-    """Twenty steps of every task, optimizer and shape, with waiting for the device an error."""
+    """Take twenty steps of every task, optimizer and shape. If the host waits, that is an error,
+    except with the optimizers ASK_THE_HOST."""
     wrong = []
     for name, case in CASES.items():
         trainer, batches = case.trainer(DEVICE), case.batches(DEVICE)
@@ -139,12 +141,12 @@ def waits(rehearse: bool) -> list[Row]:
                 torch.cuda.set_sync_debug_mode("default")
     if wrong:
         raise AssertionError("; ".join(wrong))
-    return [Row("steps in which the host never waits", f"{len(CASES)} cases")]
+    return [Row("steps without an unexpected wait of the host", f"{len(CASES)} cases")]
 
 
 def programs(rehearse: bool) -> Iterator[Row]:
-    """Compiled code against PyTorch's own operations, on batches of three shapes: the losses of
-    training without dropout, and whether dropout follows the seed alone."""
+    """Compare compiled code with code that is not compiled, on batches of three shapes. Without
+    dropout the losses of training must agree, and dropout must depend on the seed alone."""
     lengths = [[20] * 8, [16] * 8, [24] * 8] * (1 if rehearse else 7)
     packed = [bare.lines(each, SHAPE["vocab_size"]) for each in lengths]
     capacities = capacities_of(packed, 32)
@@ -349,7 +351,8 @@ def fine_tuning(rehearse: bool) -> Iterator[Row]:
     steps, rows = (2, 4) if rehearse else (40, 32)
     draw = np.random.default_rng(0)
     every = [np.clip(draw.lognormal(3.7, 0.4, rows).astype(int), 8, 128) for _ in range(steps)]
-    every = list(np.sort(np.concatenate(every)).reshape(steps, rows))  # length-grouped, as theirs
+    # both sides read rows of similar length together
+    every = list(np.sort(np.concatenate(every)).reshape(steps, rows))
     task = Classify(Head("classify", ("a", "b")))
     packed = [bare.lines(lengths.tolist(), VOCABULARY) for lengths in every]
     capacities = capacities_of(packed, 128)
@@ -404,13 +407,14 @@ class Peer:
         )
         theirs._attn_implementation = "sdpa"
         self.model = getattr(transformers, kind)(theirs).to(DEVICE).train()
-        torch.compiler.reset()  # another length would be compiled for any length, which is slower
+        # Without this, a second length would be compiled with dynamic shapes, which is slower.
+        torch.compiler.reset()
         self.forward = torch.compile(self.model) if CUDA else self.model
         self.how = "compiled" if CUDA else "not compiled"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=True)
 
     def warm_up(self, batches: list[dict[str, Tensor]]) -> None:
-        """Train once. If the model cannot be compiled here, it is used without."""
+        """Train once. If the model cannot be compiled here, it is used uncompiled."""
         try:
             self.train(batches)
         except Exception as error:
@@ -441,8 +445,8 @@ def compared(
     batches: list[dict[str, Tensor]],
     flops: float = 0.0,
 ) -> Iterator[Row]:
-    """Our speed on the `steps` of each way to compile, and then, alternating with the fastest, that
-    of transformers on `batches`.
+    """First our speed with each way to compile, on its `steps`. Then the speed of transformers on
+    `batches`, in rounds that alternate with our fastest way.
 
     All hold the same `tokens`. `flops` are the model's operations on them, or 0. Our rows come
     before transformers is loaded and compiled, so that they are kept if that fails.
@@ -583,7 +587,7 @@ def main() -> int:
         if given.part == given.fail:
             raise AssertionError("this part was told to fail")
         if not CUDA:
-            compiled.BACKEND = "eager"  # only traces, in seconds
+            compiled.BACKEND = "eager"  # traces the code but compiles nothing, so it takes seconds
         for row in PARTS[given.part][0](given.rehearse):
             print(json.dumps(asdict(row)), flush=True)
         return 0

@@ -84,7 +84,7 @@ def section(
         "",
         "The table shows medians over the rounds, with the smallest and largest value in brackets. "
         "Each round is compared separately, so the median ratio can differ from the ratio of the "
-        "medians.",
+        "medians. A ratio above 1 means that ours is faster, also in rows of seconds.",
         "",
     ]
     if short := [part.part for part in parts if part.short]:

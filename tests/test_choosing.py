@@ -305,7 +305,7 @@ def test_analyses_look_at_each_ending(
     line = ["-m", "xformer.analysis", "gradients", str(chosen), *data, f"out={tmp_path / 'g'}"]
     ended = subprocess.run([sys.executable, *line], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 2
-    assert "is choice: the loss of a row depends on other rows" in ended.stderr
+    assert "is of kind 'choice': the loss of a row depends on other rows" in ended.stderr
 
 
 def test_a_step_holds_at_least_one_question(forks: Forks, choices: Path, tmp_path: Path) -> None:

@@ -80,6 +80,18 @@ def test_no_context_crosses_a_row(tmp_path):
         english_like.describe_contexts(short)
 
 
+def test_contexts_leave_out_what_is_not_a_token(tmp_path):
+    """A store of questions also has answers as text, whose bytes are no ids."""
+    columns = {"tokens": "", "question.answers": ""}
+    with create_store(tmp_path / "s", TOKENIZER, columns, tuple(columns)) as writer:
+        with writer.split("train") as split:
+            for column in columns:
+                split.append_ragged(column, np.full(12, 5), np.array([12]))
+        writer.finish("text", [], None, {})
+    opened = open_store(tmp_path / "s")
+    assert english_like.contexts(opened, "train", Progress("", 1, "tokens"))["windows"] == 3
+
+
 def test_english_like_pieces_of_every_kind():
     words = english_pieces(TOKENIZER)
     assert words == {5: ("a", True), 6: ("b", False), 7: ("Cd", True)}
@@ -128,7 +140,7 @@ def test_the_commands(tmp_path):
         command("preprocess.py", "english-contexts", tmp_path / "s", "--json", tmp_path / "c.json")
     )
     assert done.out.splitlines()[1:] == [
-        "train: 33.333% (1 of 3); not overlapping 100.000% (1 of 1)",
+        "train: 33.333% (1 of 3); of those that do not overlap 100.000% (1 of 1)",
         "test: no row of 10 pieces",
     ]
     written = json.loads((tmp_path / "c.json").read_text())

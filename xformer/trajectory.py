@@ -65,7 +65,7 @@ def _milestone(value: Any) -> Milestone:
     if type(value) is int and 0 <= value < 2**62:
         return Milestone(value, "step", str(value))
     if isinstance(value, str) and LOG.fullmatch(value):
-        raise ValueError(f"train.keep_at: {value!r} stands alone, not in a list")
+        raise ValueError(f"train.keep_at: give {value!r} by itself, not in a list")
     match = MILESTONE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(_refusal(value))

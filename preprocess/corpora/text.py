@@ -142,8 +142,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1),
         default=510,
         metavar="N",
-        help="The maximum number of tokens in a row. A longer document is cut into several rows "
-        "(default: %(default)s).",
+        help="The maximum number of tokens in a row, special tokens not included. A longer "
+        "document is cut into several rows (default: %(default)s).",
     )
     inputs.add_arguments(parser)
     add(
@@ -169,10 +169,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=whole_number(1, 4096),
         metavar="N",
-        help="The number of processes that encode, in addition to the one that reads and writes. "
-        "With 1 there is no additional process: the one that reads and writes encodes too. It also "
-        "does so if there are only a few megabytes. The ids are the same for every N (default: all "
-        "cores).",
+        help="The number of processes that encode, while the main process reads and writes. With "
+        "1, or for only a few megabytes, the main process encodes too and there is no other. The "
+        "ids are the same for every N (default: all cores).",
     )
     add_output(parser, "STORE")
 

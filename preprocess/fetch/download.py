@@ -45,7 +45,7 @@ class _BrokenError(Exception):
 
 
 class _UnreachableError(_BrokenError):
-    """No connection could be made. If there was none before either, there is no network."""
+    """No connection could be made. If that is the first error, the download fails at once."""
 
 
 def download(file: File, folder: Path, expected: str | None, who: str) -> str:

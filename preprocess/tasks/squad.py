@@ -7,7 +7,7 @@ the window, counted from 0, or -1, -1 if the window does not hold the whole answ
 
 The store has two more tables. `question` holds its id, the number of its context, and its answers
 as a JSON list (`null` if they are not known). `context` holds its text, and the characters at which
-every token starts and ends; `xformer.data.spans.answer` turns them into the exact text of an
+every token starts and ends; `xformer.tasks.span.answer` turns them into the exact text of an
 answer.
 """
 
@@ -130,8 +130,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--skip-bad",
         action="store_true",
-        help="Leave out questions that cannot be read, and list and count them (default: stop at "
-        "the first).",
+        help="Leave out questions that cannot be used (such as one whose answer is not in its "
+        "context), and list and count them (default: stop at the first).",
     )
     add_output(parser, "STORE")
 
@@ -200,7 +200,10 @@ def _files(arguments: argparse.Namespace) -> dict[str, Path]:
             matches = sorted(directory.glob(pattern))
             if len(matches) != 1:
                 names = ", ".join(path.name for path in matches) or "no file"
-                raise BadInput(f"{directory} holds {names} called {pattern}; give --{name} FILE")
+                raise BadInput(
+                    f"{directory} holds {names} matching {pattern}, but must hold one; give "
+                    f"--{name} FILE"
+                )
             options[name] = matches[0]
     files = {name: path for name, path in options.items() if path is not None}
     if not files:
@@ -306,7 +309,7 @@ class WindowWriter:
             for question in questions:
                 span = (-1, -1)
                 if question.answers:
-                    answer, first = question.answers[0]  # SQuAD 1.1 has several when evaluating
+                    answer, first = question.answers[0]  # dev files give several
                     span = token_span(starts, ends, first, first + len(answer))
                     self.counts.answerable += 1
                     covered = text[starts[span[0]] : ends[span[1]]] if span[0] >= 0 else ""

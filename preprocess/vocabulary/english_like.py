@@ -52,14 +52,14 @@ def contexts(store: Store, split: str, bar: Progress) -> dict[str, int]:
     like = np.zeros(store.vocab_size, np.int64)
     like[list(english_pieces(store.tokenizer()))] = 1
     totals = dict.fromkeys(("windows", "english_like", "disjoint", "disjoint_english_like"), 0)
-    for column in store.split(split).columns.values():
-        if isinstance(column, Ragged):
-            for counts, disjoint in _windows(column, like, bar):
-                many = counts > THRESHOLD
-                totals["windows"] += len(many)
-                totals["english_like"] += int(many.sum())
-                totals["disjoint"] += int(disjoint.sum())
-                totals["disjoint_english_like"] += int(many[disjoint].sum())
+    columns = store.split(split).columns
+    for name in columns.keys() & {"tokens", "tokens_b"}:  # other columns hold no token ids
+        for counts, disjoint in _windows(columns[name], like, bar):
+            many = counts > THRESHOLD
+            totals["windows"] += len(many)
+            totals["english_like"] += int(many.sum())
+            totals["disjoint"] += int(disjoint.sum())
+            totals["disjoint_english_like"] += int(many[disjoint].sum())
     return totals
 
 
@@ -176,7 +176,7 @@ def run_contexts(arguments: argparse.Namespace) -> None:
             continue
         say(
             f"{name}: {split['share']:.3%} ({split['english_like']:,} of {split['windows']:,}); "
-            f"not overlapping {split['disjoint_share']:.3%} "
+            f"of those that do not overlap {split['disjoint_share']:.3%} "
             f"({split['disjoint_english_like']:,} of {split['disjoint']:,})"
         )
     if arguments.json is not None:

@@ -134,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(6),
         metavar="N",
         help="The number of pieces in the vocabulary, including the five special tokens. A small "
-        "text may yield fewer.",
+        "text may yield fewer. Required with --input.",
     )
     add(
         "--from",

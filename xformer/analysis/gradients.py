@@ -10,9 +10,11 @@ result is the distribution of these cosines, with its mean, median and minimum (
 texts, otherwise the task of its labels. If a checkpoint has no head for that loss, it gets a new
 one, initialised with `seed`.
 
-One packed backward pass serves all examples, and no per-example gradient is stored. For a weight
-matrix, the inner product of two examples' gradients is the sum over their tokens s and t of
-(a_s . a_t) (g_s . g_t), where a is a token's input and g the gradient of its output.
+One packed backward pass serves all examples, and the model's gradient is never stored for each
+example. For a weight matrix, the inner product of two examples' gradients is the sum over their
+tokens s and t of (a_s . a_t) (g_s . g_t), where a is a token's input and g the gradient of its
+output. If that takes more operations than forming the matrix's gradients, they are formed instead,
+block by block.
 """
 
 from __future__ import annotations
@@ -463,8 +465,8 @@ def _with_head(
     store, checkpoint = examples.store, loaded.checkpoint
     if store.split(examples.split).together > 1:
         raise BadInput(
-            f"{store.name} is {store.kind}: the loss of a row depends on other rows, so it has no "
-            "gradient of its own; give another store"
+            f"{store.name} is of kind {store.kind!r}: the loss of a row depends on other "
+            "rows, so it has no gradient of its own; give another store"
         )
     task, own = TASK_OF_STORE[store.kind], checkpoint.task
     labels = tuple(store.labels) if task.named_classes else ()

@@ -141,7 +141,7 @@ def _column(name: str, a: dict[str, Any], b: dict[str, Any]) -> Any:
         dtype = np.int32 if len(values) < 2**31 else np.int64
         moved = second.offsets[1:].astype(np.int64) + len(first.values)
         return Ragged(values, np.concatenate([first.offsets, moved]).astype(dtype))
-    if name == "group":  # numbers of documents, pieces or questions: continue those of `a`
+    if name == "group":  # document, music piece or question: count on from `a`
         second = second + (len(a["question.id"]) if "question.id" in a else int(first.max()) + 1)
     elif name == "question.context":  # numbers of rows of the table `context`
         second = second + len(a["context.text"])

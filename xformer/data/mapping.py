@@ -2,13 +2,14 @@
 
     none            no change: the store was made with the model's own tokenizer
     ids             no change, though the tokenizers differ (Chiang & Lee 2020, section 3)
-    shift:K         T(i) = (i + K) mod D, exactly as in Kao & Lee 2021, section 2.1
+    shift:K         T(i) = (i + K) mod D for D pieces, exactly as in Kao & Lee 2021, section 2.1
     random:SEED     a random permutation of the vocabulary
     symbols:SEED    each non-text symbol to a random subword (Kao & Lee 2021, section 2.2)
     unused:SEED     the ablation of `symbols` that uses only the vocabulary's unused entries
 
-Special tokens keep their meaning. (`shift` changes every id of the store, but the special tokens
-around a row are added after the mapping.) `random` and `symbols` never choose an unused entry such
+The special tokens around a row are added after the mapping. Those within a row, such as [UNK], keep
+their meaning, with two exceptions: `shift` shifts their ids too, and `ids` keeps their ids, which
+may mean something else to the model. `random` and `symbols` never choose an unused entry such
 as [unused7]: its embedding was never trained, and with such embeddings a pre-trained model does no
 better than one from scratch (Kao & Lee 2021).
 """
@@ -67,8 +68,8 @@ def check_foreign_store(spec: str, store: object) -> None:
     if name == "none":
         raise BadInput(
             f"{store} was made with a different tokenizer from the checkpoint's; make it again "
-            f"with --tokenizer CHECKPOINT, or say how its ids become the model's with mapping=: "
-            "ids, symbols:SEED, unused:SEED"
+            "with --tokenizer CHECKPOINT, or say how its ids become the model's: give mapping=ids, "
+            "mapping=symbols:SEED or mapping=unused:SEED"
         )
     if name in ("shift", "random"):
         raise BadInput(

@@ -52,7 +52,7 @@ class Arguments(Settings):
     done, and each newly finished run adds its file. If you commit the directory, the results do not
     depend on the run directories."""
     needs: dict[str, str] = Field({})
-    """Where something that the study needs is: needs.NAME=PATH. dry_run=true lists the names."""
+    """The paths of what the study needs: needs.NAME=PATH. dry_run=true lists the names."""
     only: dict[str, Level | tuple[Level, ...]] = Field({})
     """Run only jobs at these levels, and what they depend on: only.corpus=english, or
     only.seed=[0,1]. The report still shows everything that is there."""
@@ -63,7 +63,7 @@ class Arguments(Settings):
     dry_run: bool = False
     """Only list the runs, their estimated cost, and what is missing (also written --dry-run)."""
     slurm: dict[str, str | int] = Field({})
-    """Options of sbatch: slurm.partition=gpu, slurm.timeout_min=600."""
+    """Parameters of the jobs, named as in submitit: slurm.partition=gpu, slurm.timeout_min=600."""
 
 
 def main() -> None:
