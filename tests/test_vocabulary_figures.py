@@ -82,7 +82,7 @@ def test_no_context_crosses_a_row(tmp_path):
 
 def test_contexts_leave_out_what_is_not_a_token(tmp_path):
     """A store of questions also has answers as text, whose bytes are no ids."""
-    columns = {"tokens": "", "question.answers": ""}
+    columns = {"tokens": "", "question.answers": "uint8"}
     with create_store(tmp_path / "s", TOKENIZER, columns, tuple(columns)) as writer:
         with writer.split("train") as split:
             for column in columns:
