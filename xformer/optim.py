@@ -93,8 +93,9 @@ class NovoGrad(Optimizer):
     """NovoGrad (Ginsburg et al. 2019, algorithm 1).
 
     The second moment of a layer is one number, the squared norm of its gradient. Here each weight
-    is a layer, and all elements of its second moment hold that number. The first step replaces both
-    moments, which were 0, as if both betas were 0. It applies the weight decay like every step.
+    is a layer, and all elements of its second moment hold that number. In the first step
+    both betas count as 0, so the moments start from the first gradient. Weight decay applies in
+    this step too.
     """
 
     def __init__(
