@@ -134,7 +134,7 @@ def main(write_rows: WriteRows | None = None) -> None:
             _fill_masks(checkpoint, config, ranks)
         elif ranks.rank == 0:
             _predict_file(checkpoint, config, ranks, write_rows)
-        if precision and ranks.rank == 0:  # last, because an error is a single line
+        if precision and ranks.rank == 0:  # last, so that a failing command does not print it
             say(precision, error=True)
 
 

@@ -1,8 +1,9 @@
 """Numerical trouble: detected on the device without waiting for it, then traced to its layer.
 
 A step is in trouble if its loss or gradient norm is not finite, or lies more than `train.spike`
-standard deviations above the running mean. The device drops its update, so that no weight is
-corrupted. The host learns of it when it next reads from the device.
+standard deviations above the running mean. The latter is tested only after WINDOW good steps, and
+not at all if `train.spike` is 0. The device drops its update, so that no weight is corrupted. The
+host learns of it when it next reads from the device.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ LIMIT = 10  # a run ends after this many dropped updates in a row
 class Guard:
     """Detects steps in trouble, and sums the values that the log needs.
 
-    `sums` (4,) is over the steps since the last line of the log: the loss, the count that it is a
-    sum over, the number of right predictions, and the norm of the newest gradient. Dropped steps
-    are left out. `seen` (5,) holds the number of
-    good steps so far, the means of their loss and norm, and the two variances.
+    `sums` (4,) holds three sums over the steps since the last line of the log: the loss, the number
+    of predictions, and the number of right ones. Its last element is the norm of the newest
+    gradient. Dropped steps are left out. `seen` (5,) holds the number of good steps so far, the
+    means of their loss and norm, and the two variances.
     """
 
     def __init__(self, spike: float, state: State, device: torch.device):
@@ -43,8 +44,8 @@ class Guard:
         self.unread: list[tuple[int, int, Tensor, Tensor]] = []
 
     def judge(self, sums: Sums, norm: Tensor) -> Tensor:
-        """Count the current step. Returns 1, (), if its update must be dropped, else 0. `norm` ()
-        is that of its gradient."""
+        """Count the current step. Returns a scalar: 1 if its update must be dropped, else 0. `norm`
+        () is that of its gradient."""
         values = torch.stack([sums.loss, sums.count, sums.correct, norm]).double()
         good = values.isfinite().all()
         if self.spike:
@@ -99,7 +100,8 @@ class Guard:
         state.statistics = self.seen.tolist() if self.spike else []
 
     def read(self) -> list[tuple[int, int, str]]:
-        """(step, sample, trouble or "") of each step since the last call. Waits for the device."""
+        """Each step since the last call, its first sample, and its trouble or "". Waits for the
+        device."""
         steps, self.unread = self.unread, []
         flags = torch.stack([good for *_, good, _ in steps]).tolist() if steps else []
         return [
@@ -120,9 +122,9 @@ class Guard:
 
 def _remedy(session: Session, stage: int) -> str:
     """Where a run that stops at trouble can continue from, and how."""
-    newest, remedy = "is from before", "train.trouble=skip drops such updates"
+    newest, remedy = "is from an earlier step", "train.trouble=skip drops such updates"
     if stage == WEIGHT:
-        newest, remedy = "may hold it too", "dropping updates does not mend a weight"
+        newest, remedy = "may hold the same bad value", "dropping updates does not mend a weight"
     if any((session.run.path / "checkpoints").glob("step_*")):
         return f"the newest checkpoint {newest}; {remedy}"
     return f"there is no checkpoint; {remedy}"

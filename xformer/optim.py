@@ -1,7 +1,7 @@
 """The optimizers of torch.optim, and NovoGrad; the learning-rate schedule; clip and step.
 
-Losses are sums, so gradients are sums too. The caller divides `gradient_norm` by the count that the
-loss is a sum over, and `clip_and_step` divides the gradient by it.
+A loss is a sum over predictions, so its gradient is a sum too. The caller divides `gradient_norm`
+by the number of predictions, and `clip_and_step` divides the gradient by it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class OptimConfig(Settings):
 
 
 def learning_rate(config: OptimConfig, before: float, after: float, warmup: float) -> float:
-    """The rate of a step. The shares `before` and `after` of the run are done before and after it.
+    """The rate of a step. `before` and `after` are the shares of the run that are done before and
+    after this step.
 
     `warmup` is a share too. The rate rises linearly, and the step that ends the warm-up has the
     full rate.
@@ -92,8 +93,9 @@ class NovoGrad(Optimizer):
     """NovoGrad (Ginsburg et al. 2019, algorithm 1).
 
     The second moment of a layer is one number, the squared norm of its gradient. Here each weight
-    is a layer, and all elements of its second moment hold that number. The first step sets both
-    moments from the gradient alone, without decay.
+    is a layer, and all elements of its second moment hold that number. In the first step
+    both betas count as 0, so the moments start from the first gradient. Weight decay applies in
+    this step too.
     """
 
     def __init__(
@@ -175,9 +177,9 @@ def clip_and_step(
     clip: float = 0.0,
     drop: Tensor | None = None,
 ) -> None:
-    """Divide the gradient by `count`, clip its `norm`, () after that division, to `clip` (0: do not
-    clip), and take a step.
+    """Divide the gradient by `count`, clip it to the norm `clip` (0: do not clip), and take a step.
 
+    `norm` () must be the norm of the gradient after the division, before clipping.
     If `drop` () is above 0, weights and moments do not change. Adam and AdamW read `drop` on the
     device; with the other optimizers the host waits for it.
     """

@@ -140,8 +140,8 @@ class Session:
     def log(self, rate: float, sums: Tensor) -> None:
         """Write one line of the log: means over the steps since the last line, if there were any.
 
-        `sums` (4,) holds the summed loss, the count that it is a sum over, the number of right
-        predictions, and the norm of the newest gradient. It is reset to zero.
+        `sums` (4,) holds the summed loss, the number of predictions, how many of them are right,
+        and the norm of the newest gradient. This resets `sums` to zero.
         """
         setup, state, since = self.setup, self.state, self.state.since_log
         total, count, correct, norm = sums.tolist()
@@ -177,16 +177,17 @@ class Session:
     # -------------------------------------------------------------------------- the checkpoints
 
     def keep(self, due: Due, best: bool) -> None:
-        """Write a checkpoint if one is due, or if this step is the last or the `best` so far. At
-        the steps of the trajectory, write only the weights. All ranks call this together."""
+        """Write a checkpoint if one is due, if a rank was told to stop, or if this step is the last
+        or the `best` so far. At other steps of the trajectory, write only the weights. All ranks
+        call this together."""
         whole = best or self.done or due.stop or due.checkpoint
         if whole or self.state.step in self.setup.trajectory.steps:
             with self.clock.stopped():
                 self._keep(whole, now=self.done or due.stop)
 
     def _keep(self, whole: bool, now: bool) -> None:
-        """Copy the `whole` state of the run, or only its weights, and write the copy in the
-        background, or before returning if `now`."""
+        """Copy the state of the run and write the copy. If not `whole`, copy only the weights. If
+        `now`, return when the copy is written; otherwise it is written in the background."""
         self.writer.free()
         self.snapshot.take(whole)
         what = f"{'' if whole else 'trajectory '}checkpoint of step {self.state.step}"
@@ -247,7 +248,7 @@ def sync_log(run: Run) -> None:
     that the log of a run resumed from it is complete up to that step."""
     board = (run.path / "tensorboard").glob("*")
     for file in (run.path / "log.jsonl", *board):
-        with suppress(FileNotFoundError):  # the directory is deleted after a disk error
+        with suppress(FileNotFoundError):  # TensorBoard's directory is deleted after a disk error
             sync(file)
 
 

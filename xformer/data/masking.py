@@ -47,11 +47,11 @@ def mask(
 
 
 def _draws(positions: np.ndarray, row_keys: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """A number for each token, (T,) uint32: a hash of its position and its row's key (two halves).
+    """A number for each token, (T,) uint32: a hash of its position and its row's key.
 
-    The hash is MurmurHash3's finaliser (Appleby 2011), with the second half of the key in the
-    middle, and without the last step, which changes only the lower bits. It has 32 bits because
-    processors have vector instructions for 32-bit products.
+    The key enters as two halves of 32 bits. The hash is MurmurHash3's finaliser (Appleby 2011),
+    with the second half of the key in the middle, and without the last step, which changes only the
+    lower bits. It has 32 bits because processors have vector instructions for 32-bit products.
     """
     low, high = row_keys.astype(np.uint32), (row_keys >> 32).astype(np.uint32)
     x = np.repeat(low, lengths)

@@ -183,7 +183,7 @@ class Encoder(nn.Module):
 
 
 def _padded(batch: Batch[Tensor]) -> Batch[Tensor]:
-    """The batch with the tokens after its last sequence that `pad_rows` adds."""
+    """The batch, padded by `pad_rows` after its last sequence."""
     tokens, positions, segments = map(pad_rows, (batch.tokens, batch.positions, batch.segments))
     if tokens is batch.tokens:
         return batch

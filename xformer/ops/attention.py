@@ -21,7 +21,7 @@ from xformer.ops import native
 from xformer.ops.library import define, differentiate, named
 
 SINGLE = torch.float32
-SIMILAR = 16  # tokens: lengths between the same two multiples of it are padded together
+SIMILAR = 16  # tokens; neighbouring sequences with equal length // SIMILAR are padded together
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _flash(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
     out = torch.ops.aten._flash_attention_forward(
         q, k, v, ends, ends, longest, longest, dropout, False, False, scale=1 / math.sqrt(D)
     )[0]
-    return out if out.size(2) == D else out.narrow(2, 0, D)  # a view costs a kernel backward
+    return out if out.size(2) == D else out.narrow(2, 0, D)  # a view adds a backward kernel
 
 
 def _efficient(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:

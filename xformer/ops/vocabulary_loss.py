@@ -26,9 +26,10 @@ def vocabulary_loss(
 
     h: (at least M, E); rows beyond M do not count, but must be finite. word: (V, E). bias: (V,).
     targets: (M,), each in [0, V), or -100, which does not count. M may be 0. Returns two scalars:
-    the sum in fp32 (in fp64 if h is fp64), and how often the target has the largest logit (the
-    first of equal ones), which is not differentiable. The sum has a first derivative, that of
-    `plain` also a second one. Raises ValueError for other shapes, and IndexError for other targets.
+    the sum in fp32 (in fp64 if h is fp64), and how often the target has the largest logit, which is
+    not differentiable. If several logits are the largest, the first one is the prediction. The sum
+    has a first derivative, that of `plain` also a second one. Raises ValueError for other shapes,
+    and on the CPU IndexError for other targets. On CUDA targets are not checked.
     """
     shapes = [tuple(tensor.shape) for tensor in (h, word, bias, targets)]
     if [len(shape) for shape in shapes] != [2, 2, 1, 1] or (

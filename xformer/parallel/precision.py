@@ -43,7 +43,7 @@ def fast_here() -> Precision:
 
 
 def speed_note(device: torch.device, precision: str, tf32: bool = False) -> str:
-    """A line that says how slow fp32 or bf16 is on this device and what to set, or ""."""
+    """A line that says that `precision` is slow on this device and what to set, or ""."""
     if precision == "bf16":
         if device.type == "cuda":
             fast, name = bool(reason_for_bf16(device)), "GPU"
