@@ -164,8 +164,8 @@ class Operation:
 
     @property
     def bytes(self) -> int:
-        """What it reads and writes; a tensor that it changes counts once."""
-        return sum({**self.reads, **self.writes}.values())
+        """What it reads and writes; a tensor that it changes counts twice."""
+        return sum(self.reads.values()) + sum(self.writes.values())
 
 
 class Recorder:
@@ -219,12 +219,22 @@ class Recorder:
         if launches(operation, name) and on_cuda([*given, *made]):
             cast = name in CASTS and len({t.dtype for t in [*given, *made]}) > 1
             reads, writes = self._touched(given), self._touched(made)
+            changed = self._touched(tensors_in(self._changed(operation, args)))
+            if name in OVERWRITE:
+                reads = {key: n for key, n in reads.items() if key not in changed}
+            writes |= changed
             if name in PARTIAL:
                 reads[self._key(given[0])] = size(made[0])
             if name == "scatter_":  # the result is its first argument
                 reads |= (writes := {self._key(made[0]): size(given[-1])})
             self.operations.append(Operation(name, reads, writes, name in PRODUCTS, cast))
         return result
+
+    @staticmethod
+    def _changed(operation: Any, args: Any) -> list[Any]:
+        """The arguments that the operation changes."""
+        pairs = zip(operation._schema.arguments, args, strict=False)
+        return [given for one, given in pairs if one.alias_info and one.alias_info.is_write]
 
     def _touched(self, tensors: list[Tensor]) -> dict[int, int]:
         """The bytes of each piece of memory that the tensors show."""
@@ -258,6 +268,7 @@ class Recorder:
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal"}
 CASTS = {"_to_copy", "copy_", "_foreach_copy_"}  # if their tensors differ in type
+OVERWRITE = {"copy_", "_foreach_copy_", "zero_", "_foreach_zero_", "fill_"}  # without reading
 PARTIAL = {"embedding", "gather", "index_select"}  # read as much as they write
 PRODUCTS = {
     *("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"),

@@ -66,8 +66,8 @@ CASES = (
     Case("BERT-base MLM, 64 x 512", "BERT-base", 64, 512, share=0.5),
     Case("BERT-base MLM, 64 x 128", "BERT-base", 64, 128, share=0.45, factor=2.5),
     Case("BERT-base MLM, 150 x 128", "BERT-base", 150, 128),
-    Case("MiniLM MLM, 64 x 128", "MiniLM", 64, 128, share=0.25),
-    Case("MiniLM fine-tuning, 32 x 40", "MiniLM", 32, 40, "classify", factor=4.0),
+    Case("MiniLM's shape, MLM, 64 x 128", "MiniLM", 64, 128, share=0.25),
+    Case("MiniLM's shape, fine-tuning, 32 x 40", "MiniLM", 32, 40, "classify", factor=4.0),
 )
 
 
