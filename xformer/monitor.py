@@ -60,7 +60,7 @@ class Monitor:
         self._on_board(self.board.close)
         self._write()
         self.file.close()
-        if not self.drawing and error is None:  # a finished run has no next start that could draw
+        if not self.drawing and error is None:  # the run may never be started again
             self.drawing = True
             self._on_board(self._draw_anew)
         if self.unwritten and error is None:
@@ -82,7 +82,8 @@ class Monitor:
             say(*lines, error=True)
 
     def event(self, event: str, step: int, **values: Any) -> None:
-        """Log an event. Its numbers also become points on TensorBoard's curves "EVENT/NAME"."""
+        """Log an event, and show it on the progress bar or print it as a line. Its numbers also
+        become points on TensorBoard's curves "EVENT/NAME", except those of the event "end"."""
         if not self.active:
             return
         record = {"event": event, "step": step, "time": round(time.time(), 3), **values}

@@ -11,13 +11,16 @@ computed later without the model and the store.
 N rows of the split, K classes, W words, Q questions. Every file has the array `row`, the row number
 in the store's split, and further arrays that depend on the task:
 
-    classify  outputs (N, K) logits, label (N,), group (N,) if rows vote
-    regress   outputs (N, 1) scores, label (N,), group (N,) if rows are averaged
+    classify  outputs (N, K) logits, label (N,); group (N,) if the rows of a group vote on its class
+    regress   outputs (N, 1) scores, label (N,); group (N,) if a group has the mean of its rows
     choice    outputs (N, 1) the score of each ending, label (N,) the question's correct ending,
               group (N,) the question
     tag       row (W,), label (W,), predicted (W,) classes or -1 for truncated words, loss (W,)
-    span      group (N,) the question, label (N, 2), no_answer (N,) and best (N,) scores, first (N,)
-              and last (N,) token of the best span in the window, loss (N,)
+    span      one row for each window of a question's context: group (N,) the question, label (N, 2)
+              the first and the last token of the answer (-1 if the window does not contain it),
+              no_answer (N,) the score of "no answer", best (N,) the score of the best span, first
+              (N,) and last (N,) its first and its last token, loss (N,). Tokens are counted in the
+              window
     mlm       loss (N,) summed over the masked tokens, masked (N,) their number, correct (N,) how
               many of them are predicted correctly; with a pair head also outputs (N, 2) and label
               (N,) of the pairs
@@ -99,7 +102,7 @@ def _checked(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> Prediction
             f"it contains the arrays {', '.join(arrays)}, which are not those of {kind.name}"
         )
     if "row" not in arrays or len({len(array) for array in arrays.values()}) != 1:
-        raise ValueError("its arrays differ in length")
+        raise ValueError("it has no array 'row', or its arrays differ in length")
     questions = None if about["questions"] is None else Questions(**about["questions"])
     if (questions is not None) != kind.has_questions:
         raise ValueError("its questions do not belong to its task")

@@ -2,8 +2,9 @@
 
 `dna/splice` reads the UCI splice-junction file: is the middle of 60 letters a donor site (EI), an
 acceptor site (IE), or neither (N)? `dna/h3`, `dna/h4` and `dna/h3k9ac` ask whether a stretch of
-yeast DNA is wrapped around a histone with this mark (Pokholok et al. 2005). Their files are csv, or
-text with three lines per record (Hilbert-CNN).
+yeast DNA is wrapped around histone H3, histone H4 or acetylated H3 (Pokholok et al. 2005). Their
+files are csv, or text with three lines per record (Hilbert-CNN). `dna` reads any other labelled
+DNA.
 """
 
 from __future__ import annotations
@@ -43,14 +44,15 @@ SPLICE_CLASSES = ["EI", "IE", "N"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`dna/splice` has only the options of every task."""
+    """Add nothing: `dna/splice` has no options of its own."""
 
 
 def read(arguments: argparse.Namespace) -> TaskSource:
     """The splice task, from its file or the directory that holds it. It has no splits.
 
-    Raises BadInput if there is no such file. Its rows raise BadInput naming file and line of one
-    that is not `class, name, sequence`, unless bad rows are skipped.
+    Raises BadInput if there is no such file, or if the arguments name splits. A row is bad if it is
+    not `class, name, sequence`, or if its sequence is empty or has other letters than LETTERS. With
+    --skip-bad it is skipped. Otherwise reading it raises BadInput that names file and line.
     """
     path: Path | None = arguments.input
     if path is None or arguments.train or arguments.valid or arguments.test:

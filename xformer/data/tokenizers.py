@@ -5,9 +5,10 @@ WordPiece and byte-level BPE use the library `tokenizers`. Unigram uses `sentenc
 with one id each, are looked up in a table.
 
 A tokenizer is a directory: `tokenizer_meta.json` (kind, special tokens, options), and beside it
-`tokenizer.json` (wordpiece, bpe, ALBERT's unigram), `spiece.model` (unigram), or no other file
-(symbols: the alphabet is in the meta file). Encoding adds no special tokens; they are added when a
-batch is built. A text that contains "[SEP]" does not get the id of the special token.
+`tokenizer.json` (wordpiece, bpe, ALBERT's and XLM-RoBERTa's unigram), `spiece.model` (every other
+unigram), or no other file (symbols: the alphabet is in the meta file). Encoding adds no special
+tokens; they are added when a batch is built. A text that contains "[SEP]" does not get the id of
+the special token.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", 
 ALBERT_SPECIAL = {"pad": "<pad>", "unk": "<unk>", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 # `normalisation` of XLM-RoBERTa's unigram, which has RoBERTa's special tokens
 XLM_ROBERTA = {"form": "xlm-roberta"}
-# Prefix of the unigram pieces that text must never be encoded to: no word contains a space.
+# Prefix of the unigram pieces that no text may be encoded to, such as special tokens. Text is split
+# into words at white space, so no word matches a piece that contains a space.
 HIDDEN = " "
 Spans = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, starts, ends
 
@@ -101,7 +103,7 @@ class Tokenizer:
 
     @property
     def rules(self) -> dict[str, Any]:
-        """The content of tokenizer.json, for wordpiece, bpe and ALBERT's unigram."""
+        """The content of tokenizer.json, for the tokenizers that have this file."""
         return dict(json.loads(self._model.to_str()))
 
     @property

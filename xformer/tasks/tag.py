@@ -112,7 +112,8 @@ class Tag(Task):
 
     def score(self, predictions: Predictions) -> dict[str, float]:
         """loss, accuracy and f1 (the mean over classes) over labelled words, and entity_f1 if the
-        classes are of the form B-X, I-X and O. Truncated words are not scored."""
+        classes are of the form B-X, I-X and O. Truncated words are not scored. The loss leaves out
+        words whose class does not occur in training; accuracy and f1 count them as wrong."""
         row, label, predicted = (predictions.arrays[name] for name in ("row", "label", "predicted"))
         scored = (label != UNLABELLED) & (predicted >= 0)
         if not scored.any():
