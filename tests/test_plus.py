@@ -187,7 +187,7 @@ def change(**changes: Any) -> dict[str, Any]:
     ("source", "heads", "phrase"),
     [
         (change(decoder_bias=...), H, "not a PLUS-TFM checkpoint: it lacks decoder_bias"),
-        (change(transformer__embed__tok_embed__weight=torch.ones(9, C)), H, "9 tokens are not"),
+        (change(transformer__embed__tok_embed__weight=torch.ones(9, C)), H, "vocabulary of 9"),
         (change(transformer__embed__pos_embed__pe=...), H, "lacks embed.pos_embed.weight"),
         (change(transformer__blocks__1__proj__weight=...), H, "lacks the tensor blocks.1.proj"),
         (change(fc_lm__bias=torch.full((C,), math.nan)), H, "fc_lm.bias holds NaN"),

@@ -77,13 +77,13 @@ def add_conll_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1),
         metavar="N",
         help="The column of the labels, counted from 1; in CoNLL-U it is 4 or 5 (default: the last "
-        "column). A test file may lack it.",
+        "column of the training file). A test file may lack it.",
     )
     add(
         "--metric",
         choices=TAG_METRICS,
-        help="The metric that evaluation reports and by which training selects the best "
-        "checkpoint (default: entity_f1 if the labels are O, B-X and I-X, else accuracy).",
+        help="The metric by which training selects the best checkpoint, unless train.metric names "
+        "another (default: entity_f1 if the labels are O, B-X and I-X, else accuracy).",
     )
 
 
@@ -135,7 +135,7 @@ def columns_of(path: Path, split: str, word: int, label: int | None) -> ConllCol
     labelled = label <= width and label != word
     if word > width or not (labelled or split == "test"):
         for_words = f"{word} for the words; see --word"
-        for_labels = f"{label} for the labels beside that of the words; see --label"
+        for_labels = f"{label} for the labels (the words are in column {word}); see --label"
         raise BadInput(
             f"{path} has {width} column{'s' * (width != 1)}, by its first line; there is no column "
             f"{for_words if word > width else for_labels}"
@@ -149,7 +149,7 @@ def sentences(
     """Yield (line of its first word, words, labels) of every sentence.
 
     If the file has no labels, they are NO_LABEL. A sentence with a line that cannot be read goes to
-    `bad`.
+    `bad`. Lines with -DOCSTART- between documents are left out.
     """
     for block in _blocks(path, columns, bad):
         faults = ((at, _fault(fields, columns)) for at, fields in block)
@@ -195,7 +195,7 @@ def _fault(fields: list[str], columns: ConllColumns) -> str:
 
 
 def add_flip_arguments(parser: argparse.ArgumentParser) -> None:
-    """FLIP's tasks have only the options of every task."""
+    """FLIP's tasks have no options of their own."""
 
 
 def read_flip(arguments: argparse.Namespace) -> TaskSource:

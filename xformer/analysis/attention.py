@@ -178,7 +178,8 @@ def _matched_maps(examples: Examples, layer: dict[str, Any], row: int | None) ->
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """Distances by layer, the matching of one layer, and the matched heads of one example."""
+    """Distances by layer, the matching of one layer, and up to 12 of its matched heads for one
+    example."""
     names = [drawing.short(c["name"]) for c in result["checkpoints"]]
     heads = result["picture"]["heads"]
     count = len(heads[0])

@@ -37,10 +37,12 @@ HEAD_SIZE = 64  # of the published model: 12 heads, 768 wide
 def from_plus(file: Path, heads: int | None = None, labels: tuple[str, ...] = ()) -> Imported:
     """Import a PLUS-TFM checkpoint (`.pt`, tensors only).
 
-    `heads` is the number of attention heads, by default width / 64. A classifier with two outputs
-    becomes the pair head (same family or not), unless `labels` names two classes. One output
-    becomes a score head, more outputs a class head with `labels`. Raises BadInput if the file is
-    not a PLUS-TFM checkpoint, or if its sizes contradict each other.
+    `heads` is the number of attention heads, by default width / 64. A file without a classifier
+    gets an MLM head. A classifier with two outputs becomes the pair head (same family or not)
+    beside the MLM head, unless `labels` names two classes. One output becomes a score head, more
+    outputs a class head with `labels` (default: LABEL_0, LABEL_1, ...). Raises BadInput if the file
+    is not a PLUS-TFM checkpoint, if its sizes contradict each other, or if the number of `labels`
+    is not that of the classes.
     """
     if not file.is_file():
         raise BadInput(f"{file} is not a file; give a PLUS-TFM checkpoint, such as PLUS-TFM.pt")
@@ -89,7 +91,10 @@ def _read_sizes(source: dict[str, Tensor], heads: int | None, file: Path) -> Mod
             raise BadInput(f"{file} is not a PLUS-TFM checkpoint: it lacks {name}")
     vocabulary, hidden = source["embed.tok_embed.weight"].shape
     if vocabulary != len(vocabularies.plus()):
-        raise BadInput(f"{file}: {vocabulary} tokens are not PLUS's {len(vocabularies.plus())}")
+        raise BadInput(
+            f"{file} has a vocabulary of {vocabulary} tokens; that of PLUS-TFM has "
+            f"{len(vocabularies.plus())}"
+        )
     numbers = (re.match(r"blocks\.(\d+)\.", name) for name in source)
     layers = 1 + max(int(number[1]) for number in numbers if number)
     fixed = "embed.pos_embed.pe" in source

@@ -15,8 +15,8 @@ import numpy as np
 from xformer.data.batch import Batch
 from xformer.data.tags import IGNORED
 
-ALIGNED = 16  # the capacity in tokens is a multiple of this, as 16-bit matrix products like it
-SPARE = 1.25  # a capacity has this many times the rows of the largest batch that was looked at
+ALIGNED = 16  # tokens and places are multiples of this, as 16-bit matrix products like it
+SPARE = 1.25  # room for rows: this many times the most rows of a given batch, plus filler rows
 GROWTH = 1.05  # a capacity that is too small for a batch grows by this factor
 DEVIATIONS = 3  # standard deviations by which a batch's masked tokens may exceed their mean
 
@@ -65,7 +65,7 @@ class Capacities:
     def fill(self, batch: Batch[np.ndarray]) -> Batch[np.ndarray]:
         """The batch, filled up to the first capacity that holds it.
 
-        It depends on nothing but the batch, so that a continued run has the same shapes.
+        The choice does not depend on earlier batches, so that a continued run has the same shapes.
         """
         capacity = next(one for one in self._all() if self._holds(one, batch))
         return filled(batch, capacity, self.longest)

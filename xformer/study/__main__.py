@@ -54,12 +54,12 @@ class Arguments(Settings):
     needs: dict[str, str] = Field({})
     """The paths of what the study needs: needs.NAME=PATH. dry_run=true lists the names."""
     only: dict[str, Level | tuple[Level, ...]] = Field({})
-    """Run only jobs at these levels, and what they depend on: only.corpus=english, or
-    only.seed=[0,1]. The report still shows everything that is there."""
+    """Run only the jobs with these levels of the study's factors, and what they depend on:
+    only.corpus=english, or only.seed=[0,1]. The report still shows everything that is there."""
     jobs: int = Field(0, ge=0)
-    """How many jobs run at once. 0: one per GPU, or one per core without a GPU."""
+    """How many jobs run at once. 0: `per_device` per GPU, or one per core without a GPU."""
     per_device: int = Field(1, ge=1)
-    """How many runs share a GPU."""
+    """How many runs share a GPU if jobs=0."""
     dry_run: bool = False
     """Only list the runs, their estimated cost, and what is missing (also written --dry-run)."""
     slurm: dict[str, str | int] = Field({})

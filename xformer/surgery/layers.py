@@ -47,7 +47,7 @@ def keep_layers(
     Args:
         first: Keep this many layers, starting at the first.
         every: Keep the first of every N layers: 2 keeps the 1st, 3rd, 5th and so on.
-        layers: Keep the layers with these numbers, in ascending order.
+        layers: Keep the layers with these numbers. Give them in ascending order.
     """
     return _with_layers(checkpoint, layers_to_keep(checkpoint.config, first, every, layers))
 
