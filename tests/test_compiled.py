@@ -7,7 +7,7 @@ PyTorch's own operations. Two models are compiled by inductor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import combinations
+from itertools import combinations, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -164,22 +164,40 @@ def test_a_filled_batch_has_the_shape_of_a_capacity() -> None:
     assert capacities.known == known
 
 
-def test_a_batch_beyond_all_capacities_adds_one() -> None:
-    """No masked place is left out, and the new capacity serves the next batch too."""
+def test_a_batch_beyond_all_capacities_gets_a_larger_one() -> None:
+    """No masked place is left out. A batch is filled as if no other had come before it, because a
+    continued run has not seen the others."""
     task = TASKS["mlm"]
     capacities = capacities_for(task, [batch_of(task, 8)])
-    (before,) = capacities.known
-    large = batch_of(task, 40)
-    assert large.places is not None
-    filled = capacities.fill(large)
-    assert filled.places is not None
-    assert filled.targets is not None
-    assert (filled.targets >= 0).sum() == len(large.places)
-    assert len(capacities.known) == 2
-    assert len(filled.tokens) < 1.1 * len(large.tokens) + 16
-    capacities.fill(large)
-    assert len(capacities.known) == 2
-    assert capacities.known[0] == before
+    known = list(capacities.known)
+    shapes = {}
+    for rows in (40, 10, 20, 30, 40):
+        large = batch_of(task, rows)
+        assert large.places is not None
+        filled = capacities.fill(large)
+        assert filled.places is not None
+        assert filled.targets is not None
+        assert (filled.targets >= 0).sum() == len(large.places)
+        shape = len(filled.tokens), len(filled.cu_seqlens) - 1, len(filled.places)
+        assert shapes.setdefault(rows, shape) == shape
+        alone = capacities_for(task, [batch_of(task, 8)]).fill(large)
+        assert len(alone.tokens) == len(filled.tokens)
+        assert len(filled.tokens) < 2 * len(large.tokens)
+    assert capacities.known == known
+
+
+@pytest.mark.parametrize("masked", [0.0, 0.15, 1.0])
+@pytest.mark.parametrize("together", [1, 4])
+def test_the_smallest_capacity_can_grow(masked: float, together: int) -> None:
+    """Up to 16 tokens, 1 row and 16 places, of which a twentieth is less than one."""
+    small = Capacities(np.array([4]), np.array([together]), 1, 512, together, masked)
+    larger = [*islice(small.beyond(), 20)]
+    for before, after in pairwise([*small.known, *larger]):
+        assert after.tokens >= before.tokens
+        assert after.rows % together == 0
+    assert larger[-1].tokens > 2**16
+    assert larger[-1].rows > 2**12
+    assert larger[-1].places > 2**12 or not masked
 
 
 class Lengths:
@@ -217,6 +235,17 @@ def test_little_of_a_batch_is_filler(rows: int, tokens: int, limit: float, sprea
         real, whole = real + T, whole + len(filled.tokens)
     assert 1 - real / whole < limit
     assert len(feed.capacities.known) <= (1 if tokens else SHAPES + 2)
+
+
+def test_a_rank_that_never_has_rows_has_a_capacity() -> None:
+    """The other rank gets the only row of every step."""
+    lengths = np.full(20, 9)
+    assembler: Any = Lengths(lengths, 128)
+    for rank in range(2):
+        stream = Stream(Samples(len(lengths), 0), 20, assembler.sizes, 1)
+        feed = Feed(assembler, stream, Ranks(rank, 2, CPU), masking=0.15, fixed=True)
+        assert feed.capacities is not None
+        assert [c.tokens for c in feed.capacities.known] == [16]
 
 
 # ------------------------------------------------------------------------------ compiled models

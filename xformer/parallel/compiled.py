@@ -23,7 +23,9 @@ from xformer.parallel.processes import Ranks, TrainingSystem
 from xformer.tasks.task import Model
 
 BACKEND = "inductor"
-PROGRAMS = 64  # most compiled versions of a module, which has one for each shape of a batch
+# Most programs of all modules together. There is one for each kind of module, such as an embedding,
+# a layer, a frozen layer or the last layer, and each shape of a batch. One more ends the run.
+PROGRAMS = 256
 
 
 def compiles(system: TrainingSystem, ranks: Ranks, config: ModelConfig) -> str:

@@ -194,7 +194,8 @@ class Feed:
         most = 1 if self.stream.tokens >= ONE_SHAPE * pieces else SHAPES
         if self.stream.tokens and pieces == 1:
             tokens.append(self.stream.tokens)  # no step has more
-        special = self.assembler.extra * sum(rows) / sum(tokens)  # these tokens are never masked
+        # Special tokens are never masked. A rank can be without rows in all of these steps.
+        special = self.assembler.extra * sum(rows) / max(1, sum(tokens))
         masked = self.masking * (1 - special)
         if "labels" in split.columns and not self.masking:
             masked = 1.0
