@@ -352,13 +352,13 @@ def test_inductor_compiles_two_models(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_without_a_compiler_the_model_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
-        raise RuntimeError("no gcc\nsecond line")
+        raise RuntimeError("no gcc\nsecond line\nSet TORCHDYNAMO_VERBOSE=1 for more")
 
     monkeypatch.setattr(compiled, "BACKEND", broken)
     model, batch = model_of(TASKS["mlm"]), batch_of(TASKS["mlm"], 8)
     note = compile_parts(model, "layers", ALONE, lambda: to_device(batch, CPU), "fp32")
     assert note.startswith("torch.compile fails here (")
-    assert "no gcc" in note
+    assert "no gcc second line)" in note
     assert note.endswith("): the model runs without it")
     assert batch.places is not None
     assert step(model, batch)[0][1] == len(batch.places)
@@ -413,6 +413,22 @@ def test_a_compiled_run_gives_the_same_model(forks: Forks, data: Toys, tmp_path:
         assert ("torch.compile: layers" in done.err) == (name != "plain")
     for name in ("compiled", "ranks"):
         close(tmp_path / name, tmp_path / "plain")
+
+
+def test_a_change_of_what_is_compiled_is_announced(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """Filler changes what dropout draws. On the CPU auto and none are the same."""
+    line = training(SMOKE, data.text, tmp_path / "run", "train.validate_every=50")
+    for steps, setting, change in (
+        (2, "layers", ""),
+        (4, "auto", "since the last start: system.compile layers -> none; results may not be"),
+        (6, "none", ""),
+    ):
+        settings = f"train.steps={steps}", f"system.compile={setting}"
+        err = good(forks.run(*line, *settings, before=EAGER)).err
+        assert ("since the last start" in err) is bool(change)
+        assert change in err
 
 
 def test_a_setting_that_does_not_fit_is_one_line(forks: Forks, data: Toys, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def compile_parts(
     except Exception as error:  # whatever a compiler, a driver or Triton raises
         for part in parts:
             part._compiled_call_impl = None
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).partition("Set TORCHDYNAMO_VERBOSE")[0].split())[:200]
         return f"torch.compile fails here ({reason}): the model runs without it"
     finally:
         model.zero_grad()
