@@ -170,7 +170,7 @@ def test_a_batch_beyond_all_capacities_gets_a_larger_one() -> None:
     task = TASKS["mlm"]
     capacities = capacities_for(task, [batch_of(task, 8)])
     known = list(capacities.known)
-    shapes = {}
+    shapes: dict[int, tuple[int, int, int]] = {}
     for rows in (40, 10, 20, 30, 40):
         large = batch_of(task, rows)
         assert large.places is not None
