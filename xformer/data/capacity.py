@@ -7,9 +7,9 @@ has a label.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, count
 
 import numpy as np
 
@@ -69,13 +69,13 @@ class Capacities:
         The choice does not depend on earlier batches, so that a continued run fills its batches as
         one that never stopped.
         """
-        fitting = (c for c in chain(self.known, self.beyond()) if self._holds(c, batch))
+        fitting = (c for c in itertools.chain(self.known, self.beyond()) if self._holds(c, batch))
         return filled(batch, next(fitting), self.longest)
 
     def beyond(self) -> Iterator[Capacity]:
         """Capacities above the largest chosen one. They are few: each is a new shape to compile."""
         most = self.known[-1]
-        for i in count():
+        for i in itertools.count():
             factor = 1 + GROWTH * 2**i
             yield Capacity(
                 _aligned(int(factor * most.tokens) + 1, ALIGNED),
