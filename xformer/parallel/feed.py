@@ -134,9 +134,7 @@ class Feed:
 
     def _make(self, position: int) -> dict[int, Step]:
         """The step at `position` and as many more as TOKENS_AHEAD tokens allow, by position."""
-        steps: list[
-            tuple[int, int, int, Workload]
-        ] = []  # its position and end, micro-batches, work
+        steps: list[tuple[int, int, int, Workload]] = []  # position, end, micro-batches, work
         parts: list[tuple[np.ndarray, np.ndarray]] = []  # examples and epochs of a micro-batch
         made = 0
         while not steps or (made < self.at_once and position < self.stream.end):
