@@ -7,7 +7,7 @@ PyTorch's own operations. Two models are compiled by inductor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import combinations
+from itertools import combinations, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -164,20 +164,39 @@ def test_a_filled_batch_has_the_shape_of_a_capacity() -> None:
 
 
 def test_a_batch_beyond_all_capacities_gets_a_larger_one() -> None:
-    """No masked place is left out. The shape does not depend on earlier batches."""
+    """No masked place is left out. A batch is filled as if no other had come before it, because a
+    continued run has not seen the others."""
     task = TASKS["mlm"]
     capacities = capacities_for(task, [batch_of(task, 8)])
-    large, larger = batch_of(task, 40), batch_of(task, 60)
-    shapes = []
-    for batch in (larger, large, larger, large):
-        filled = capacities.fill(batch)
-        assert batch.places is not None
+    known = list(capacities.known)
+    shapes: dict[int, tuple[int, int, int]] = {}
+    for rows in (40, 10, 20, 30, 40):
+        large = batch_of(task, rows)
+        assert large.places is not None
+        filled = capacities.fill(large)
+        assert filled.places is not None
         assert filled.targets is not None
-        assert (filled.targets >= 0).sum() == len(batch.places)
-        assert len(filled.tokens) < 1.1 * len(batch.tokens) + 16
-        shapes.append((len(filled.tokens), len(filled.cu_seqlens), len(filled.targets)))
-    assert shapes[:2] == shapes[2:]
-    assert shapes[0] > shapes[1]
+        assert (filled.targets >= 0).sum() == len(large.places)
+        shape = len(filled.tokens), len(filled.cu_seqlens) - 1, len(filled.places)
+        assert shapes.setdefault(rows, shape) == shape
+        alone = capacities_for(task, [batch_of(task, 8)]).fill(large)
+        assert len(alone.tokens) == len(filled.tokens)
+        assert len(filled.tokens) < 2 * len(large.tokens)
+    assert capacities.known == known
+
+
+@pytest.mark.parametrize("masked", [0.0, 0.15, 1.0])
+@pytest.mark.parametrize("together", [1, 4])
+def test_the_smallest_capacity_can_grow(masked: float, together: int) -> None:
+    """Up to 16 tokens, 1 row and 16 places, of which a twentieth is less than one."""
+    small = Capacities(np.array([4]), np.array([together]), 1, 512, together, masked)
+    larger = [*islice(small.beyond(), 20)]
+    for before, after in pairwise([*small.known, *larger]):
+        assert after.tokens >= before.tokens
+        assert after.rows % together == 0
+    assert larger[-1].tokens > 2**16
+    assert larger[-1].rows > 2**12
+    assert larger[-1].places > 2**12 or not masked
 
 
 class Lengths:
@@ -217,6 +236,17 @@ def test_little_of_a_batch_is_filler(rows: int, tokens: int, limit: float, sprea
         shapes.add(len(filled.tokens))
     assert 1 - real / whole < limit
     assert len(shapes) <= (1 if tokens else SHAPES + 2)
+
+
+def test_a_rank_that_never_has_rows_has_a_capacity() -> None:
+    """The other rank gets the only row of every step."""
+    lengths = np.full(20, 9)
+    assembler: Any = Lengths(lengths, 128)
+    for rank in range(2):
+        stream = Stream(Samples(len(lengths), 0), 20, assembler.sizes, 1)
+        feed = Feed(assembler, stream, Ranks(rank, 2, CPU), masking=0.15, fixed=True)
+        assert feed.capacities is not None
+        assert [c.tokens for c in feed.capacities.known] == [16]
 
 
 # ------------------------------------------------------------------------------ compiled models
@@ -323,13 +353,13 @@ def test_inductor_compiles_two_models(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_without_a_compiler_the_model_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
-        raise RuntimeError("no gcc\nsecond line")
+        raise RuntimeError("no gcc\nsecond line\nSet TORCHDYNAMO_VERBOSE=1 for more")
 
     monkeypatch.setattr(compiled, "BACKEND", broken)
     model, batch = model_of(TASKS["mlm"]), batch_of(TASKS["mlm"], 8)
     note = compile_parts(model, "layers", ALONE, lambda: to_device(batch, CPU), "fp32")
     assert note.startswith("torch.compile fails here (")
-    assert "no gcc" in note
+    assert "no gcc second line)" in note
     assert note.endswith("): the model runs without it")
     assert batch.places is not None
     assert step(model, batch)[0][1] == len(batch.places)
@@ -384,6 +414,22 @@ def test_a_compiled_run_gives_the_same_model(forks: Forks, data: Toys, tmp_path:
         assert ("torch.compile: layers" in done.err) == (name != "plain")
     for name in ("compiled", "ranks"):
         close(tmp_path / name, tmp_path / "plain")
+
+
+def test_a_change_of_what_is_compiled_is_announced(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """Filler changes what dropout draws. On the CPU auto and none are the same."""
+    line = training(SMOKE, data.text, tmp_path / "run", "train.validate_every=50")
+    for steps, setting, change in (
+        (2, "layers", ""),
+        (4, "auto", "since the last start: system.compile layers -> none; results may not be"),
+        (6, "none", ""),
+    ):
+        settings = f"train.steps={steps}", f"system.compile={setting}"
+        err = good(forks.run(*line, *settings, before=EAGER)).err
+        assert ("since the last start" in err) is bool(change)
+        assert change in err
 
 
 def test_a_setting_that_does_not_fit_is_one_line(forks: Forks, data: Toys, tmp_path: Path) -> None:

@@ -27,7 +27,11 @@ from xformer.parallel import precision
 from xformer.parallel.processes import ALONE
 from xformer.prepare import settled
 from xformer.recipe import Recipe
+from xformer.study.__main__ import listing
+from xformer.study.forecast import Costs, Forecast
 from xformer.study.plan import Plan, content_key, identity
+from xformer.study.report import build_report
+from xformer.study.results import Results
 from xformer.study.spec import read_study
 
 CUDA = torch.device("cuda", 0)
@@ -286,6 +290,32 @@ def test_a_key_has_the_settled_precision(fast: str, data: Toys, tmp_path: Path) 
     (kept / f"{key}.zip").touch()
     assert jobs(file, root, kept)[0] == keys[other][0]
     assert jobs(file, root) == keys[fast]
+
+
+def test_a_table_of_both_precisions_says_so(fast: str, data: Toys, tmp_path: Path) -> None:
+    """A seed that is added on another machine has another precision, and the report notes it. A
+    study that compares precisions chose them, and has no such note."""
+    file, root = tmp_path / "two.toml", tmp_path / "studies"
+    text = STUDY.format(smoke=ROOT / SMOKE, classify=ROOT / CLASSIFY, data=data.text)
+    text = text.replace("vary.seed = [0]", "vary.seed = [0, 1]")
+
+    def planned(text: str) -> Plan:
+        file.write_text(text)
+        return Plan(read_study(file, "mini"), root, {}, None)
+
+    assert planned(text).mixed() == []
+    other = "fp32" if fast == "bf16" else "bf16"
+    chosen = text.replace("vary.start", f'settings.system.precision = "{other}"\nvary.start')
+    key = planned(chosen).runs("second", {"seed": "0"})[0].key
+    begun = root / "runs" / key
+    system = {"precision": other}
+    write_json_in(begun / "config.json", {"config": {"run": str(begun), "system": system}})
+    plan = planned(text)
+    (line,) = plan.mixed()
+    assert line.startswith("the runs of the stage second are partly in bf16 and partly in fp32")
+    assert f"note: {line}" in listing(plan, Costs(Forecast(plan), {})).splitlines()
+    assert f"{line}." in build_report(Results(plan), {}, root).notes
+    assert planned(chosen).mixed() == []
 
 
 def write_json_in(path: Path, content: object) -> None:

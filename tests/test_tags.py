@@ -504,7 +504,7 @@ def transformers_agrees(
 def test_other_stores_are_refused(forks: Forks, data: Toys, store: Path, tmp_path: Path) -> None:
     refused(forks.run(*training(TAG, data.classes, tmp_path / "run")), "store of kind tag")
     classify = "recipes/finetune/classify.toml"
-    refused(forks.run(*training(classify, store, tmp_path / "run")), "is tag")
+    refused(forks.run(*training(classify, store, tmp_path / "run")), "is of kind tag")
     refused(
         forks.run(*training(TAG, store, tmp_path / "run", "train.metric=mcc")),
         "which has loss, accuracy, f1, entity_f1",

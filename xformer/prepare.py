@@ -22,6 +22,7 @@ from xformer.data.sampler import Samples, Stream
 from xformer.data.store import Store
 from xformer.freeze import chosen, describe_frozen
 from xformer.model.config import ModelConfig
+from xformer.parallel.compiled import compiles
 from xformer.parallel.feed import Feed
 from xformer.parallel.precision import reason_for_bf16
 from xformer.parallel.processes import Ranks
@@ -378,6 +379,7 @@ def open_run(setup: Setup) -> tuple[Run, dict[str, Any]]:
         identity["surgery"] = [{**o, **c} for o, c in zip(config["surgery"], inputs, strict=True)]
     provenance.refuse_unlike_ranks(setup.ranks)
     environment = setup.ranks.on_rank_zero(partial(provenance.environment, setup.ranks))
+    environment["compile"] = compiles(setup.recipe.system, setup.ranks, setup.start.config)
     content = {"config": config, "identity": identity, "environment": environment}
     path = Path(setup.recipe.run)
     run = Run(path)

@@ -72,6 +72,7 @@ COMPARED = {
     "world_size": "processes",
     "system.precision": "system.precision",
     "system.tf32": "system.tf32",
+    "compile": "system.compile",
     "batch.accumulate": "batch.accumulate",
 }
 

@@ -7,6 +7,7 @@ has a label.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from xformer.data.tags import IGNORED
 
 ALIGNED = 16  # tokens and places are multiples of this, as 16-bit matrix products like it
 SPARE = 1.25  # room for rows: this many times the most rows of a given batch, plus filler rows
-GROWTH = 1.05  # a capacity that is too small for a batch grows by this factor
+GROWTH = 0.05  # a batch beyond all capacities gets one that is this much larger, or twice this, ...
 DEVIATIONS = 3  # standard deviations by which a batch's masked tokens may exceed their mean
 
 
@@ -34,8 +35,8 @@ class Capacities:
     """The shapes that the batches of a run are filled up to.
 
     `tokens` and `rows` (B,) are the sizes of some of the run's batches. At most `most` capacities
-    are chosen, so that these batches need as little filler as possible. A later batch that fits
-    none of them gets a larger one. `longest` is the length limit of a row, `together` the number of
+    are chosen, so that these batches need as little filler as possible. Later batches may fit none
+    of them; `beyond` is for those. `longest` is the length limit of a row, `together` the number of
     rows in an example, and `masked` the expected share of tokens to predict (0: the task predicts
     no tokens, 1: any number is possible).
     """
@@ -52,8 +53,8 @@ class Capacities:
         self.longest, self.together, self.masked = longest, together, masked
         levels = [_aligned(level + 1, ALIGNED) for level in least_filler(tokens, most)]
         most_filler = int(np.diff([0, *levels]).max())
-        count = int(SPARE * rows.max()) + -(-most_filler // longest) + together
-        self.known = [self._capacity(level, count) for level in sorted(set(levels))]
+        most_rows = int(SPARE * rows.max()) + -(-most_filler // longest) + together
+        self.known = [self._capacity(level, most_rows) for level in sorted(set(levels))]
 
     def _capacity(self, tokens: int, rows: int) -> Capacity:
         places = tokens
@@ -65,22 +66,22 @@ class Capacities:
     def fill(self, batch: Batch[np.ndarray]) -> Batch[np.ndarray]:
         """The batch, filled up to the first capacity that holds it.
 
-        The choice does not depend on earlier batches, so that a continued run has the same shapes.
+        The choice does not depend on earlier batches, so that a continued run fills its batches as
+        one that never stopped.
         """
-        capacity = next(one for one in self._all() if self._holds(one, batch))
-        return filled(batch, capacity, self.longest)
+        fitting = (c for c in itertools.chain(self.known, self.beyond()) if self._holds(c, batch))
+        return filled(batch, next(fitting), self.longest)
 
-    def _all(self) -> Iterator[Capacity]:
-        """The chosen capacities, then larger and larger ones for batches that they do not hold."""
-        yield from self.known
-        grown = self.known[-1]
-        while True:
-            grown = Capacity(
-                _aligned(int(grown.tokens * GROWTH), ALIGNED),
-                _aligned(int(grown.rows * GROWTH) + 1, self.together),
-                _aligned(int(grown.places * GROWTH), ALIGNED),
+    def beyond(self) -> Iterator[Capacity]:
+        """Capacities above the largest chosen one. They are few: each is a new shape to compile."""
+        most = self.known[-1]
+        for i in itertools.count():
+            factor = 1 + GROWTH * 2**i
+            yield Capacity(
+                _aligned(int(factor * most.tokens) + 1, ALIGNED),
+                _aligned(int(factor * most.rows) + 1, self.together),
+                _aligned(int(factor * most.places) + 1, ALIGNED),
             )
-            yield grown
 
     def _holds(self, capacity: Capacity, batch: Batch[np.ndarray]) -> bool:
         spare = capacity.tokens - len(batch.tokens)

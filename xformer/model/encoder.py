@@ -173,11 +173,11 @@ class Encoder(nn.Module):
         layout = Layout(batch.cu_seqlens, batch.longest)
         batch, places = _padded(batch), None if places is None else pad_rows(places)
         x = self.embeddings(batch)  # (T, C)
+        weights = [cast_weights(layer) for layer in self.layers]  # in bf16, or nothing in fp32
         for i in range(self.config.layers):
-            if i < len(self.layers):  # ALBERT has one layer for all
-                layer, weights = self.layers[i], cast_weights(self.layers[i])  # bf16, or none
+            own = i % len(self.layers)  # ALBERT has one layer for all
             inputs = x, layout, places if i == self.config.layers - 1 else None
-            x = functional_call(layer, weights, inputs, tie_weights=False)
+            x = functional_call(self.layers[own], weights[own], inputs, tie_weights=False)
         x = x if len(x) == count else x[:count]  # without the padding
         return x if self.final_norm is None else self.final_norm(x)
 

@@ -23,7 +23,9 @@ from xformer.parallel.processes import Ranks, TrainingSystem
 from xformer.tasks.task import Model
 
 BACKEND = "inductor"
-PROGRAMS = 64  # most compiled versions of a module, which has one for each shape of a batch
+# Most programs of all modules together. There is one for each kind of module, such as an embedding,
+# a layer, a frozen layer or the last layer, and each shape of a batch. One more ends the run.
+PROGRAMS = 256
 
 
 def compiles(system: TrainingSystem, ranks: Ranks, config: ModelConfig) -> str:
@@ -73,7 +75,7 @@ def compile_parts(
     except Exception as error:  # whatever a compiler, a driver or Triton raises
         for part in parts:
             part._compiled_call_impl = None
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).partition("Set TORCHDYNAMO_VERBOSE")[0].split())[:200]
         return f"torch.compile fails here ({reason}): the model runs without it"
     finally:
         model.zero_grad()

@@ -134,9 +134,7 @@ class Feed:
 
     def _make(self, position: int) -> dict[int, Step]:
         """The step at `position` and as many more as TOKENS_AHEAD tokens allow, by position."""
-        steps: list[
-            tuple[int, int, int, Workload]
-        ] = []  # its position and end, micro-batches, work
+        steps: list[tuple[int, int, int, Workload]] = []  # position, end, micro-batches, work
         parts: list[tuple[np.ndarray, np.ndarray]] = []  # examples and epochs of a micro-batch
         made = 0
         while not steps or (made < self.at_once and position < self.stream.end):
@@ -194,7 +192,8 @@ class Feed:
         most = 1 if self.stream.tokens >= ONE_SHAPE * pieces else SHAPES
         if self.stream.tokens and pieces == 1:
             tokens.append(self.stream.tokens)  # no step has more
-        special = self.assembler.extra * sum(rows) / sum(tokens)  # these tokens are never masked
+        # Special tokens are never masked. A rank can be without rows in all of these steps.
+        special = self.assembler.extra * sum(rows) / max(1, sum(tokens))
         masked = self.masking * (1 - special)
         if "labels" in split.columns and not self.masking:
             masked = 1.0

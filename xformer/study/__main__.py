@@ -184,6 +184,7 @@ def listing(plan: Plan, costs: Costs, kept: Collection[str] = (), slots: int = 1
         lines.append(
             f"{number} runs are not checked yet: the model that they start from is missing"
         )
+    lines += [f"note: {line}" for line in plan.mixed()]
     lines += registration_lines(plan.study)
     lines += [f"missing: {line}" for line in _lacking(plan)]
     return "\n".join(lines)

@@ -125,6 +125,7 @@ class Plan:
         self._staged: dict[str, dict[str, Job]] = {}  # by stage and name; stages may share a run
         self._recipes: dict[str, dict[str, Any]] = {}
         self._making: list[str] = []  # to detect cycles
+        self._auto: dict[str, set[str]] = {}  # the precisions that `auto` took, by stage
         with within(study.path):
             waited_for = self._check_order()
             for stage in study.shown_stages():
@@ -161,6 +162,16 @@ class Plan:
         """The runs of a stage at some levels, in order."""
         every = self._staged.get(stage, {}).values()
         return [job for job in every if (at or {}).items() <= job.levels.items()]
+
+    def mixed(self) -> list[str]:
+        """A line for each stage whose runs differ in a precision that nobody chose."""
+        return [
+            f"the runs of the stage {name} are partly in bf16 and partly in fp32, because some "
+            "were begun on another machine; a difference between them may be one of precision. Set "
+            f"stages.{name}.settings.system.precision to compare like with like"
+            for name, precisions in self._auto.items()
+            if len(precisions) > 1
+        ]
 
     # ------------------------------------------------------------------------------ what it checks
 
@@ -246,6 +257,8 @@ class Plan:
         with within(label):
             by_key = self._filled(raw, inputs, True)
             precision, key = self._settled(by_key, stage.processes)
+        if by_key.get("system", {}).get("precision", "auto") == "auto":
+            self._auto.setdefault(name, set()).add(precision)
         path = self.root / "runs" / key
         recipe = {**self._filled(raw, inputs, False), "run": str(path)}
         recipe = merge({"train": {"keep_state": False}}, recipe)

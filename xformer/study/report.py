@@ -137,7 +137,7 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
         study.title,
         study.question,
         study.paper,
-        notes.notes,
+        (*notes.notes, *(f"{line}." for line in plan.mixed())),
         sections,
         [outcome for outcome in outcomes.values() if outcome.state == "failed"],
         dict(waiting),
