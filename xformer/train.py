@@ -109,7 +109,10 @@ def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
         monitor.text("config", json.dumps(recipe.model_dump(mode="json"), indent=1))
         feed = setup.feed(fixed=compiling != "none")
         precision = recipe.system.precision
-        if note := compile_parts(model, compiling, ranks, feed.sample, precision):
+        note = compile_parts(model, compiling, ranks, feed.sample, precision)
+        if "fails" in note and ranks.rank:  # this rank alone may lack a compiler
+            say(f"rank {ranks.rank}: {note}", error=True)
+        elif note:
             monitor.say(note)
         with (
             Session(setup, run, state, monitor, model, optimizer) as session,

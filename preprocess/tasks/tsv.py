@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--metric",
         choices=CLASS_METRICS + SCORE_METRICS,
-        help="The metric that evaluation reports and by which training selects the best "
-        "checkpoint (default: accuracy for classes, spearman for scores).",
+        help="The metric by which training selects the best checkpoint, unless train.metric names "
+        "another (default: accuracy for classes, spearman for scores).",
     )
     add_form(parser)
 
