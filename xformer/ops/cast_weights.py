@@ -20,6 +20,9 @@ def cast_weights(module: nn.Module) -> dict[str, Tensor]:
     before these are added to the gradients of other micro-batches and ranks. Frozen weights are
     left to autocast: they need no gradient.
     """
+    dtype = autocast_type(next(module.parameters()).device)
+    if dtype is None:
+        return {}
     weights = {
         f"{path}.{name}": weight
         for path, part in module.named_modules()
@@ -27,8 +30,7 @@ def cast_weights(module: nn.Module) -> dict[str, Tensor]:
         for name, weight in part.named_parameters()
         if weight.requires_grad and weight.dtype == torch.float32
     }
-    dtype = autocast_type(next(iter(weights.values())).device) if weights else None
-    if dtype is None:
+    if not weights:
         return {}
     return dict(zip(weights, Cast.apply(dtype, *weights.values()), strict=True))
 

@@ -95,9 +95,7 @@ def transplant(checkpoint: Checkpoint, source: str) -> Checkpoint:
     theirs = other.weights[WORD]
     check_width(source, theirs.size(1), ours.size(1))
     if checkpoint.mapping is not None:
-        raise BadInput(
-            "the checkpoint has a mapping from raw input to its pieces, which would be replaced"
-        )
+        raise BadInput("the checkpoint's mapping leads to the pieces that would be replaced")
     weights = {**checkpoint.weights, WORD: theirs}
     if BIAS in weights:
         weights[BIAS] = other.weights.get(BIAS, torch.zeros(len(theirs)))
