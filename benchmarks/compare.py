@@ -130,7 +130,7 @@ EXACT = {
 }
 TIMED = {
     "pretrain": Recipe(SMOKE, "text", SMALL | {"model.vocab_size": 8_000}),
-    # a word table of BERT's size, of which few rows have a gradient in a step
+    # a word table of BERT's size: in a step few of its rows have a gradient
     "finetune": Recipe(CLASSIFY, "classes", SMALL | {"model.vocab_size": 30_522}),
     "minilm": Recipe(CLASSIFY, "classes", MINILM | {"model.vocab_size": 30_522}),
 }

@@ -32,7 +32,7 @@ from xformer.data.tokenizers import Tokenizer
 from xformer.ops import native
 from xformer.parallel import processes
 from xformer.parallel.feed import to_device
-from xformer.parallel.precision import reason_for_bf16, speed_note
+from xformer.parallel.precision import fast_on, reason_for_bf16, speed_note
 from xformer.parallel.processes import ALONE, Ranks, SystemConfig
 from xformer.predictions import FOLDER, write
 from xformer.run import is_run
@@ -175,10 +175,8 @@ def settled(
     reasons = ranks.gather(reason_for_bf16(ranks.device))
     if trained:  # a record without a precision is one of fp32, or of an earlier version
         precision, why = trained[-1].get("precision", "fp32"), "as in training"
-    elif all(reasons):
-        precision, why = "bf16", reasons[0]
     else:
-        precision, why = "fp32", "bf16 is not known to be faster here"
+        precision, why = fast_on(reasons)
     system = config.system.model_copy(update={"precision": precision})
     return config.model_copy(update={"system": system}), f"precision {precision} ({why})"
 

@@ -24,7 +24,7 @@ from xformer.freeze import chosen, describe_frozen
 from xformer.model.config import ModelConfig
 from xformer.parallel.compiled import compiles
 from xformer.parallel.feed import Feed
-from xformer.parallel.precision import reason_for_bf16
+from xformer.parallel.precision import fast_on, reason_for_bf16
 from xformer.parallel.processes import Ranks
 from xformer.recipe import Recipe
 from xformer.run import Run, State, is_run, read_config
@@ -161,10 +161,8 @@ def settled(recipe: Recipe, ranks: Ranks) -> tuple[Recipe, str]:
     reasons = ranks.gather(reason_for_bf16(ranks.device))
     if earlier:
         precision, why = earlier, "as before, because a run keeps its precision"
-    elif all(reasons):
-        precision, why = "bf16", reasons[0]
     else:
-        precision, why = "fp32", "bf16 is not known to be faster here"
+        precision, why = fast_on(reasons)
     system = recipe.system.model_copy(update={"precision": precision})
     line = f"precision {precision} (system.precision=auto: {why})"
     return recipe.model_copy(update={"system": system}), line

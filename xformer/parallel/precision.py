@@ -36,6 +36,14 @@ def reason_for_bf16(device: torch.device) -> str:
     return next((f"this processor has {name}" for name in MEASURED if name in has), "")
 
 
+def fast_on(reasons: list[str]) -> tuple[Precision, str]:
+    """The precision that is fast on all ranks, and why. `reasons` has each rank's
+    `reason_for_bf16`."""
+    if all(reasons):
+        return "bf16", reasons[0]
+    return "fp32", "bf16 is not known to be faster here"
+
+
 def fast_here() -> Precision:
     """The fast precision of this machine: of its first GPU, or else of its processor."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -84,7 +92,8 @@ def use_tf32(device: torch.device, wanted: bool) -> None:
         return
     if wanted and torch.cuda.get_device_capability(device) < AMPERE:
         raise BadInput(
-            "system.tf32=true: this GPU has no TF32 (compute capability 8.0 has it); leave it out"
+            "system.tf32=true: this GPU has no TF32, which needs compute capability 8.0 or more; "
+            "leave it out"
         )
     # This function sets the older and the newer flags alike. PyTorch raises an error where a
     # program has set some of each.
