@@ -156,7 +156,10 @@ def test_the_card_of_a_run(forks: Forks, data: Toys, run: Path, tmp_path: Path) 
         for name, value in metrics.items():
             assert f"| {split} | {name} | {value} | 3 |" in text
     store = open_store(data.classes)
-    assert f"Data: `classes`. SHA-256 of its content as ids: `{store.key}`" in text
+    assert (
+        f"Data: `classes`. SHA-256 over the checksums of its token ids and labels: `{store.key}`"
+        in text
+    )
     for split in store.splits:
         rows = store.split(split)
         assert f"| {split} | {rows.rows:,} | {rows.tokens:,} |" in text
@@ -256,7 +259,7 @@ def test_every_kept_checkpoint_becomes_a_revision(
     logged = [e for e in records(run) if (e["event"], e["step"]) == ("validation", 3)]
     for metric in model_index["results"][0]["metrics"]:
         assert metric["value"] == round(logged[0][metric["type"]], 4)
-        assert metric["args"] == {"seed": "all 7, order 2"}
+        assert metric["args"] == {"seed": {"all": 7, "order": 2}}
 
     Hub.calls = []
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=Hub))  # type: ignore[arg-type]

@@ -89,9 +89,9 @@ class Card:
             f"# {title}\n\n{_summary(self)}",
             _usage(self),
             _revisions(self),
+            _scores(self),
             _training(self),
             _history(self.checkpoint),
-            _scores(self),
         ]
         return "\n\n".join(filter(None, sections)) + "\n"
 
@@ -105,10 +105,10 @@ def training_of(path: Path) -> Training | None:
     Raises BadInput if a file of the run is damaged.
     """
     run = path.parent.parent
-    if path.parent.name not in FOLDERS or not (run / "config.json").is_file():
+    step = step_of(path)
+    if path.parent.name not in FOLDERS or step is None or not (run / "config.json").is_file():
         return None
     content = read_run_json(run / "config.json")
-    step = int(path.name.removeprefix("step_"))
     try:
         first = {"step": 0, "config": content["config"], "environment": content["environment"]}
         every = content.get("starts") or [first]
@@ -118,6 +118,12 @@ def training_of(path: Path) -> Training | None:
         return Training(starts, key, _recorded_scores(run, path, step), store)
     except (KeyError, TypeError) as error:
         raise BadInput(f"{run / 'config.json'} is damaged: {error!r}") from None
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a checkpoint in a run's directory; None if the name is not that of a step."""
+    step = path.name.removeprefix("step_")
+    return int(step) if step.isdecimal() and step != path.name else None
 
 
 def _stores(config: dict[str, Any]) -> list[str]:
@@ -142,14 +148,14 @@ def _recorded_scores(run: Path, path: Path, step: int) -> Scores:
         result = read_run_json(run / "result.json")
         if (run / result["selected"]).resolve() == path.resolve():
             return dict(result["metrics"])
-    found: Scores = {}
+    found, wanted = Scores(), ("validation", step)
     log = run / "log.jsonl"
     for line in log.read_bytes().splitlines() if log.is_file() else ():
         try:
             record = json.loads(line)
         except ValueError:  # the last line of a run that was killed
             continue
-        if record.get("event") == "validation" and record.get("step") == step:
+        if isinstance(record, dict) and (record.get("event"), record.get("step")) == wanted:
             values = {k: v for k, v in record.items() if isinstance(v, float) and k != "time"}
             found = {"valid": values}
     return found
@@ -180,7 +186,11 @@ def _front_matter(card: Card) -> str:
                         "task": {"type": values["pipeline_tag"]},
                         "dataset": {"name": data, "type": data, "split": split},
                         "metrics": [
-                            {"type": name, "value": value, "args": {"seed": card.training.seed}}
+                            {
+                                "type": name,
+                                "value": value,
+                                "args": {"seed": card.training.config["seed"]},
+                            }
                             for name, value in _rounded(scores)
                         ],
                     }
@@ -266,10 +276,10 @@ def _training(card: Card) -> str:
     # the second of each pair applies only if the first is 0
     for first, second in (("train.steps", "train.epochs"), ("batch.tokens", "batch.rows")):
         key = first if every.get(first) else second
-        shown[key] = every[key]
+        shown[key] = every.get(key)
     task = card.checkpoint.task
     if task is not None and task.predicts_masked:
-        shown["masking.probability"] = every["masking.probability"]
+        shown["masking.probability"] = every.get("masking.probability")
     train = next((r for r in reversed(card.checkpoint.history) if r["op"] == "train"), {})
     cells = [
         (called, f"{train[name]:,}")
@@ -305,7 +315,10 @@ def _training(card: Card) -> str:
 def _data(training: Training) -> list[str]:
     """The stores with their checksum and, if they are still there, their splits and sources."""
     names = ", ".join(map(_code, training.data))
-    lines = [f"Data: {names}. SHA-256 of its content as ids: {_code(training.key)}"]
+    lines = [
+        f"Data: {names}. SHA-256 over the checksums of its token ids and labels: "
+        f"{_code(training.key)}"
+    ]
     if training.store is None:
         return lines
     splits = [training.store.split(name) for name in training.store.splits]
@@ -325,13 +338,15 @@ def _data(training: Training) -> list[str]:
 def _environments(training: Training) -> list[str]:
     """The versions and the processor. If the run was resumed in another environment, each one."""
     lines: list[str] = []
-    for start in training.starts:
+    for start in training.starts:  # early versions recorded less
         found = start["environment"]
-        names = [f"{name} {found[name]}" for name in ("xformer", "torch", "numpy", "python")]
+        packages = ("xformer", "torch", "numpy", "python")
+        names = [f"{name} {found[name]}" for name in packages if name in found]
         device = found.get("processor") or found.get("device")
         count = found.get("world_size", 1)
         where = f"{count} process{'es' * (count > 1)} on {device}"
-        line = f"{', '.join(names)}, code {_code(found['git'])}; {where}"
+        code = f", code {_code(found['git'])}" if "git" in found else ""
+        line = f"{', '.join(names)}{code}; {where}"
         if not lines or not lines[-1].endswith(line):
             lines.append(f"- from step {start['step']:,}: {line}")
     return ["Versions:", "", *lines]

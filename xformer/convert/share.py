@@ -7,7 +7,7 @@ from pathlib import Path
 from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint
 from xformer.convert import hf
-from xformer.convert.card import Card, training_of
+from xformer.convert.card import Card, step_of, training_of
 from xformer.convert.names import Family
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory, write_text
@@ -55,7 +55,8 @@ def export_trajectory(run: Path, out: Path, license: str, overwrite: bool) -> li
 
     An unfinished run has no `main`. Raises BadInput if the run kept no checkpoints.
     """
-    places = {int(p.name.removeprefix("step_")): p for p in (run / "trajectory").glob("step_*")}
+    folder = (run / "trajectory").iterdir() if (run / "trajectory").is_dir() else ()
+    places = {step: path for path in folder if (step := step_of(path)) is not None}
     if not places:
         raise BadInput(
             f"{run} has no trajectory: --trajectory needs a run that was trained with train.keep_at"
