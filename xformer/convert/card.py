@@ -148,7 +148,7 @@ def _recorded_scores(run: Path, path: Path, step: int) -> Scores:
         result = read_run_json(run / "result.json")
         if (run / result["selected"]).resolve() == path.resolve():
             return dict(result["metrics"])
-    found, wanted = Scores(), ("validation", step)
+    scores, wanted = Scores(), ("validation", step)
     log = run / "log.jsonl"
     for line in log.read_bytes().splitlines() if log.is_file() else ():
         try:
@@ -157,8 +157,8 @@ def _recorded_scores(run: Path, path: Path, step: int) -> Scores:
             continue
         if isinstance(record, dict) and (record.get("event"), record.get("step")) == wanted:
             values = {k: v for k, v in record.items() if isinstance(v, float) and k != "time"}
-            found = {"valid": values}
-    return found
+            scores = {"valid": values}
+    return scores
 
 
 # ------------------------------------------------------------------------------------ the sections
@@ -253,15 +253,13 @@ def _revisions(card: Card) -> str:
     if not card.revisions:
         return ""
     names = ", ".join(f"`{name}`" for name in card.revisions)
-    one = card.revisions[0]
-    return f"""## Revisions
-
-The training run kept these checkpoints: {names}. The number is that of the optimizer step{
-        ", and `main` is the checkpoint that the run selected" if "main" in card.revisions else ""
-    }. Add `revision="{
-        one
-    }"` to both calls of `from_pretrained` to load one of them from the hub. On a
-disk each of them is a directory of its own: give its path instead."""
+    main = " `main` is the checkpoint that the run selected." if "main" in card.revisions else ""
+    return (
+        f"## Revisions\n\nThe training run kept these checkpoints: {names}. The number is that of the "
+        f"optimizer step.{main} To load one of them from the hub, add "
+        f'`revision="{card.revisions[0]}"` to both calls of `from_pretrained`. On a disk each of them '
+        "is a directory of its own: give its path instead."
+    )
 
 
 def _training(card: Card) -> str:
@@ -339,13 +337,13 @@ def _environments(training: Training) -> list[str]:
     """The versions and the processor. If the run was resumed in another environment, each one."""
     lines: list[str] = []
     for start in training.starts:  # early versions recorded less
-        found = start["environment"]
+        environment = start["environment"]
         packages = ("xformer", "torch", "numpy", "python")
-        names = [f"{name} {found[name]}" for name in packages if name in found]
-        device = found.get("processor") or found.get("device")
-        count = found.get("world_size", 1)
+        names = [f"{name} {environment[name]}" for name in packages if name in environment]
+        device = environment.get("processor") or environment.get("device")
+        count = environment.get("world_size", 1)
         where = f"{count} process{'es' * (count > 1)} on {device}"
-        code = f", code {_code(found['git'])}" if "git" in found else ""
+        code = f", code {_code(environment['git'])}" if "git" in environment else ""
         line = f"{', '.join(names)}{code}; {where}"
         if not lines or not lines[-1].endswith(line):
             lines.append(f"- from step {start['step']:,}: {line}")

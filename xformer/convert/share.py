@@ -59,7 +59,7 @@ def export_trajectory(run: Path, out: Path, license: str, overwrite: bool) -> li
     places = {step: path for path in folder if (step := step_of(path)) is not None}
     if not places:
         raise BadInput(
-            f"{run} has no trajectory: --trajectory needs a run that was trained with train.keep_at"
+            f"{run} is not a run with a trajectory; --trajectory needs a run with train.keep_at"
         )
     names = {f"step-{step}": places[step] for step in sorted(places)}
     if (run / "result.json").is_file():
