@@ -255,10 +255,10 @@ def _revisions(card: Card) -> str:
     names = ", ".join(f"`{name}`" for name in card.revisions)
     main = " `main` is the checkpoint that the run selected." if "main" in card.revisions else ""
     return (
-        f"## Revisions\n\nThe training run kept these checkpoints: {names}. The number is that of the "
-        f"optimizer step.{main} To load one of them from the hub, add "
-        f'`revision="{card.revisions[0]}"` to both calls of `from_pretrained`. On a disk each of them '
-        "is a directory of its own: give its path instead."
+        f"## Revisions\n\nThe training run kept these checkpoints: {names}. The number is that of "
+        f"the optimizer step.{main} To load one of them from the hub, add "
+        f'`revision="{card.revisions[0]}"` to both calls of `from_pretrained`. On a disk each of '
+        "them is a directory of its own: give its path instead."
     )
 
 

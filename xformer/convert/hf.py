@@ -529,14 +529,7 @@ def family_of(checkpoint: Checkpoint) -> Family:
     for field in ("architecture", "positions", "norm_form"):  # other values: Hilbert-CNN and PLUS
         if getattr(config, field) != ModelConfig.model_fields[field].default:
             raise BadInput(f"no family of Hugging Face has model.{field}={getattr(config, field)}")
-    if config.shared_layers or config.embedding:
-        family = FAMILIES["albert"]
-    elif config.first_position:
-        family = FAMILIES[checkpoint.tokenizer.form or "roberta"]
-    elif config.token_types == 0:
-        family = FAMILIES["distilbert"]
-    else:
-        family = FAMILIES["bert"]
+    family = FAMILIES[_nearest(config, checkpoint.tokenizer.form)]
     for field, expected in _settings_of(family, checkpoint).items():
         if (value := getattr(config, field)) != expected:
             raise BadInput(
@@ -553,6 +546,15 @@ def family_of(checkpoint: Checkpoint) -> Family:
     if checkpoint.task is not None and checkpoint.task.predicts_masked:
         _check_activation(config, family)
     return family
+
+
+def _nearest(config: ModelConfig, form: str) -> str:
+    """The name of the family that is most like a model, whose tokenizer has this `form`."""
+    if config.shared_layers or config.embedding:
+        return "albert"
+    if config.first_position:
+        return form or "roberta"
+    return "bert" if config.token_types else "distilbert"
 
 
 def architecture_of(checkpoint: Checkpoint, family: Family) -> str:
