@@ -262,7 +262,7 @@ def test_every_kept_checkpoint_becomes_a_revision(
         assert metric["args"] == {"seed": {"all": 7, "order": 2}}
 
     Hub.calls = []
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=Hub))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=Hub))
     monkeypatch.setattr(sys, "argv", ["upload.py", "me/model"])
     runpy.run_path(str(out / "upload.py"))
     assert Hub.calls[0] == ("repo", "me/model", True)

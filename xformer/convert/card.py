@@ -267,35 +267,14 @@ def _training(card: Card) -> str:
     training = card.training
     if training is None:
         return ""
-    model = card.checkpoint.config.model_dump()
-    recipe = _recipe(training, model)
-    every = flat(recipe)
-    shown = {key: value for key, value in every.items() if key in SHOWN}
-    # the second of each pair applies only if the first is 0
-    for first, second in (("train.steps", "train.epochs"), ("batch.tokens", "batch.rows")):
-        key = first if every.get(first) else second
-        shown[key] = every.get(key)
-    task = card.checkpoint.task
-    if task is not None and task.predicts_masked:
-        shown["masking.probability"] = every.get("masking.probability")
-    train = next((r for r in reversed(card.checkpoint.history) if r["op"] == "train"), {})
-    cells = [
-        (called, f"{train[name]:,}")
-        for name, called in (
-            ("steps", "step of these weights"),
-            ("tokens", "tokens seen, without padding"),
-        )
-        if name in train
-    ]
-    cells += [("seed", training.seed)]
-    cells += [(_code(key), _code(show(value))) for key, value in shown.items()]
+    recipe = _recipe(training, card.checkpoint.config.model_dump())
     return "\n".join(
         [
             "## Training",
             "",
             *_data(training),
             "",
-            *_table(("setting", "value"), cells),
+            *_table(("setting", "value"), _settings(card.checkpoint, training, flat(recipe))),
             "",
             *_environments(training),
             "",
@@ -308,6 +287,24 @@ def _training(card: Card) -> str:
             "</details>",
         ]
     )
+
+
+def _settings(
+    checkpoint: Checkpoint, training: Training, recipe: dict[str, Any]
+) -> list[tuple[str, str]]:
+    """The length of the last training, its seed, and its main settings by dotted key."""
+    trained = [record for record in checkpoint.history if record.get("op") == "train"]
+    last = trained[-1] if trained else {}
+    names = {"steps": "step of these weights", "tokens": "tokens seen, without padding"}
+    rows = [(called, f"{last[name]:,}") for name, called in names.items() if name in last]
+    keys = list(SHOWN)
+    # the second of each pair applies only if the first is 0
+    for first, second in (("train.steps", "train.epochs"), ("batch.tokens", "batch.rows")):
+        keys.append(first if recipe.get(first) else second)
+    if checkpoint.task is not None and checkpoint.task.predicts_masked:
+        keys.append("masking.probability")
+    cells = [(_code(key), _code(show(recipe[key]))) for key in keys if key in recipe]
+    return [*rows, ("seed", training.seed), *cells]
 
 
 def _data(training: Training) -> list[str]:
