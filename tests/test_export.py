@@ -4,6 +4,7 @@ outputs and equal token ids. Also tests `inspect`.
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 import warnings
@@ -39,6 +40,7 @@ from xformer.model.config import ModelConfig
 from xformer.parallel.feed import to_device
 
 ROBERTA = [*tokenizers.ROBERTA_SPECIAL.values()]
+CAMEMBERT = ["<s>NOTUSED", "<pad>", "</s>NOTUSED", "<unk>", "<unk>NOTUSED", "<s>", "</s>"]
 AUTO = {"pair": "ForPreTraining", "": "", **{kind: f"For{name}" for kind, name in CLASSES.items()}}
 
 
@@ -62,7 +64,11 @@ def assert_same_bytes(exported: Path, source: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*CASES, *((name, "") for name in FAMILIES), *(("XLMRoberta", kind) for kind in ("", "mlm"))],
+    [
+        *CASES,
+        *((name, "") for name in FAMILIES),
+        *((name, kind) for name in ("XLMRoberta", "Camembert") for kind in ("", "mlm")),
+    ],
     ids=lambda x: x or "bare",
 )
 def test_a_round_trip_keeps_every_byte(name: str, kind: str, tmp_path: Path) -> None:
@@ -93,6 +99,56 @@ def test_a_round_trip_keeps_every_byte(name: str, kind: str, tmp_path: Path) -> 
     bare = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert bare == ours.encode_batch([text])[0].tolist()
     loaded(**tokenizer(["w3", "w4 w5"], padding=True, return_tensors="pt"))
+
+
+def camembert(directory: Path) -> Any:
+    """A random CamembertForMaskedLM with a SentencePiece model, as fairseq published them."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS * 3), model_writer=model, vocab_size=115, minloglevel=2
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).get_piece_size()
+    special = {"pad_token_id": 1, "bos_token_id": 5, "eos_token_id": 6}
+    theirs = tiny("CamembertForMaskedLM", directory, vocab_size=pieces + 5, **special)
+    for file in directory.glob("*token*"):
+        file.unlink()
+    (directory / "sentencepiece.bpe.model").write_bytes(model.getvalue())
+    return theirs
+
+
+def test_camembert_is_imported_as_the_roberta_that_it_is(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = camembert(tmp_path / "source")
+    exported = there_and_back(tmp_path / "source", tmp_path)
+    ours = checkpoints.load(tmp_path / "ours")
+    assert (ours.config.dropout_form, ours.config.first_position) == ("roberta", 2)
+    assert ours.tokenizer.special == {"pad": 1, "unk": 3, "cls": 5, "sep": 6, "mask": 119}
+    slow, fast = (
+        transformers.CamembertTokenizerFast.from_pretrained(tmp_path / "source"),
+        transformers.AutoTokenizer.from_pretrained(exported),
+    )
+    assert type(fast) is type(slow) is transformers.CamembertTokenizer
+    # elsewhere a text that spells a special token gets its id
+    texts = [text for text in TEXTS if "<s>" not in text] + ["  ", "NOTUSED a▁b", "l'été ☃ 12"]
+    ids = [row.tolist() for row in ours.tokenizer.encode_batch(texts)]
+    for tokenizer in (slow, fast):
+        assert tokenizer(texts, add_special_tokens=False)["input_ids"] == ids
+        rows = tokenizer(texts[:2])["input_ids"]
+        assert rows == [[5, *row, 6] for row in ids[:2]]
+        assert tokenizer(*texts[:2])["input_ids"] == [5, *ids[0], 6, 6, *ids[1], 6]
+    hidden = set(range(5)) - {3}
+    [spelt] = ours.tokenizer.encode_batch(["<s>NOTUSED <unk>NOTUSED</s>NOTUSED <pad><mask>"])
+    assert not hidden & set(spelt.tolist())
+    assert_same_bytes(exported, tmp_path / "source")
+    again = transformers.AutoModelForMaskedLM.from_pretrained(exported)
+    assert type(again) is type(theirs)
+    batch = random_batch()
+    with torch.inference_mode():
+        expected = [packed(m(**padded(batch, "camembert")).logits, batch) for m in (theirs, again)]
+    for logits in expected:
+        assert distance(ours.model().logits(batch), logits[batch.places]) <= 1e-5
 
 
 def mixed(name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -162,6 +218,9 @@ def learned() -> dict[str, tokenizers.Tokenizer]:
         "accents": vocabularies.albert(scores, None, [], [], lowercase=False, keep_accents=True),
         "xlm": vocabularies.xlm_roberta(
             [*((p, 0.0) for p in ROBERTA[:4]), *scores[5:], (ROBERTA[4], 0.0)], None
+        ),
+        "camembert": vocabularies.xlm_roberta(
+            [*((p, 0.0) for p in CAMEMBERT), *scores[5:], (ROBERTA[4], 0.0)], None
         ),
         "symbols": vocabularies.learn("symbols", corpus, 200),
         "separated": vocabularies.symbols(["w5", "w6", "w7"], separated=True),
@@ -348,7 +407,8 @@ def test_a_repository_of_the_hub_is_fetched_whole(
 
     monkeypatch.setattr(hub, "snapshot_download", fetch)
     assert run(capfd, "from-hf", "some/model", tmp_path / "out")[0] == 0
-    assert checkpoints.load(tmp_path / "out").config.hidden == 39
+    made = checkpoints.load(tmp_path / "out")
+    assert (made.config.hidden, made.history[0]["repository"]) == (39, "some/model")
     status, out, err = run(capfd, "from-hf", "other/model", tmp_path / "two")
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.endswith(
@@ -421,7 +481,8 @@ def test_sentence_transformers_loads_an_exported_directory(
 
 # ---------------------------------------------------------------------------------- tokenizers
 
-KINDS = ["wordpiece", "cased", "bpe", "unigram", "albert", "accents", "xlm", "symbols", "separated"]
+KINDS = ["wordpiece", "cased", "bpe", "unigram", "albert", "accents", "xlm", "camembert"]
+KINDS += ["symbols", "separated"]
 
 
 @pytest.mark.parametrize("segments", [True, False])

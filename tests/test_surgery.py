@@ -567,6 +567,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bert": {},
     "roberta": {"first_position": 2, "token_types": 1},
     "xlm-roberta": {"first_position": 2, "token_types": 1},
+    "camembert": {"first_position": 2, "token_types": 1},
     "albert": {"shared_layers": True, "embedding": 4},
     "distilbert": {"token_types": 0, "pooler": "relu"},
     "pre-LN": {"norm": "pre"},

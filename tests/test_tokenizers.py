@@ -301,7 +301,7 @@ def spiece(corpora: dict[str, list[str]], user_defined: str) -> bytes:
 
 
 def bare_spiece(corpora: dict[str, list[str]]) -> bytes:
-    """A model in XLM-RoBERTa's layout: its special pieces are <unk>, <s>, </s>."""
+    """A model as XLM-RoBERTa and CamemBERT have it: its special pieces are <unk>, <s>, </s>."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -369,6 +369,7 @@ PAIRS = [
     "albert cased",
     "albert symbols",
     "xlm",
+    "camembert",
     "uncased words",
     "cased words",
     "gpt2 words",
@@ -393,7 +394,8 @@ def pairs(
     bert, roberta, albert = (
         getattr(transformers, f"{name}Tokenizer") for name in ("Bert", "Roberta", "Albert")
     )
-    xlm = transformers.XLMRobertaTokenizer
+    xlm, camembert = transformers.XLMRobertaTokenizer, transformers.CamembertTokenizer
+    bare, kind = bare_spiece(corpora), b'{"model_type": "camembert"}'
     vocabularies = shared / "vocabs"
     plain, symbols = (spiece(corpora, user_defined) for user_defined in ("", '()"-.\u2013£€'))
     gpt2 = {name: vocabularies / f"gpt2.{name}" for name in ("vocab.json", "merges.txt")}
@@ -411,7 +413,8 @@ def pairs(
         "albert": (albert, {"spiece.model": plain}, {}),
         "albert cased": (albert, {"spiece.model": plain}, accents),
         "albert symbols": (albert, {"spiece.model": symbols}, {}),
-        "xlm": (xlm, {"sentencepiece.bpe.model": bare_spiece(corpora)}, {}),
+        "xlm": (xlm, {"sentencepiece.bpe.model": bare}, {}),
+        "camembert": (camembert, {"sentencepiece.bpe.model": bare, "config.json": kind}, {}),
     }
     actual = {}
     for name, (kind, files, options) in table.items():
@@ -461,7 +464,16 @@ def test_any_unicode_gives_the_ids_of_transformers(pairs, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["cased", "gpt2", "albert", "albert cased", "albert symbols", "xlm", "cased words"],
+    [
+        "cased",
+        "gpt2",
+        "albert",
+        "albert cased",
+        "albert symbols",
+        "xlm",
+        "camembert",
+        "cased words",
+    ],
 )
 def test_published_tokenizers_are_the_same_in_every_form(pairs, corpora, tmp_path, name):
     ours, theirs = pairs[name]
@@ -640,7 +652,16 @@ def test_offsets_are_those_of_transformers(pairs, corpora, name):
 
 @pytest.mark.parametrize(
     "name",
-    [*KINDS, "gpt2", "albert", "albert cased", "albert symbols", "xlm", "uncased words"],
+    [
+        *KINDS,
+        "gpt2",
+        "albert",
+        "albert cased",
+        "albert symbols",
+        "xlm",
+        "camembert",
+        "uncased words",
+    ],
 )
 def test_offsets_of_any_unicode(request, name):
     if name in KINDS:

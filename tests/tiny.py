@@ -29,6 +29,7 @@ CLASSES = {
     "Albert": "albert",
     "DistilBert": "distilbert",
     "XLMRoberta": "xlm-roberta",
+    "Camembert": "camembert",
 }
 
 
@@ -67,7 +68,7 @@ def _settings(family: str) -> dict[str, Any]:
         "layer_norm_eps": 1e-2,
         "max_position_embeddings": LONGEST,
     }
-    if family.endswith("roberta"):
+    if FAMILIES[family].form == "roberta":
         actual |= {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1, "pad_token_id": 1}
     if family == "albert":
         actual |= {"embedding_size": EMBEDDING, "num_hidden_layers": LAYERS + 1}
@@ -98,13 +99,17 @@ def write_vocabulary(family: str, directory: Path) -> None:
         pieces = [*tokenizers.ROBERTA_SPECIAL.values(), *LETTERS]
         write_json(directory / "vocab.json", {piece: i for i, piece in enumerate(pieces)})
         (directory / "merges.txt").write_text("#version: 0.2\n")
-    elif family == "xlm-roberta":
-        *first, mask = ((piece, 0.0) for piece in tokenizers.ROBERTA_SPECIAL.values())
+    elif family in ("xlm-roberta", "camembert"):
+        cls, pad, sep, unk, mask = tokenizers.ROBERTA_SPECIAL.values()
+        first, last, ordinary = [cls, pad, sep, unk], [mask], LETTERS[1:]
+        if family == "camembert":
+            a, b, c = tokenizers.UNUSED
+            first, ordinary = [a, pad, b, unk, c, cls, sep], LETTERS[4:]
         scores = [
-            *first,
+            *((piece, 0.0) for piece in first),
             ("▁", -1.0),
-            *((c, -2.0 - i / 7) for i, c in enumerate(LETTERS[1:])),
-            mask,
+            *((c, -2.0 - i / 7) for i, c in enumerate(ordinary)),
+            *((piece, 0.0) for piece in last),
         ]
         published.export_tokenizer(
             vocabularies.xlm_roberta(scores, None), directory, LONGEST, False

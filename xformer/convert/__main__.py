@@ -3,6 +3,7 @@
 python -m xformer.convert from-hf HF_DIR OUT
 python -m xformer.convert from-plus FILE OUT
 python -m xformer.convert to-hf CHECKPOINT OUT
+python -m xformer.convert to-hf RUN OUT --trajectory
 python -m xformer.convert halve CHECKPOINT OUT
 python -m xformer.convert inspect DIR
 """
@@ -10,6 +11,7 @@ python -m xformer.convert inspect DIR
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from xformer.data.arguments import CommandParser, add_checkpoint, add_out, whole_number
@@ -21,6 +23,7 @@ from xformer.start import run
 # the files by which --overwrite recognises a directory that this command wrote
 CHECKPOINT = ("manifest.json", "model.safetensors")
 EXPORT = ("config.json", "model.safetensors", "tokenizer_config.json")
+EXPORTS = ("upload.py",)  # of a trajectory
 
 
 def main() -> None:
@@ -49,11 +52,11 @@ def _add_from_hf(commands: argparse._SubParsersAction[CommandParser]) -> None:
     command = commands.add_parser(
         "from-hf",
         help="Import a Hugging Face checkpoint of the BERT family.",
-        description="Import a Hugging Face checkpoint of BERT, RoBERTa, XLM-RoBERTa, ALBERT or "
-        "DistilBERT: its config.json, its weights, the head that it has, and its tokenizer. The "
-        "weights are model.safetensors or pytorch_model.bin, whole or in shards. A .bin file that "
-        "holds anything but tensors is refused. The command reports how many tensors it imported, "
-        "and names the others.",
+        description="Import a Hugging Face checkpoint of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, "
+        "ALBERT or DistilBERT: its config.json, its weights, the head that it has, and its "
+        "tokenizer. The weights are model.safetensors or pytorch_model.bin, whole or in shards. A "
+        ".bin file that holds anything but tensors is refused. The command reports how many "
+        "tensors it imported, and names the others.",
     )
     command.add_argument(
         "source",
@@ -98,9 +101,25 @@ def _add_to_hf(commands: argparse._SubParsersAction[CommandParser]) -> None:
         help="Export a checkpoint as a directory that transformers loads.",
         description="Export a checkpoint as a directory that transformers loads with AutoModel, "
         "the AutoModelFor... class of its head, and AutoTokenizer. A checkpoint that was imported "
-        "and not trained since is exported with exactly the tensors of the original.",
+        "and not trained since is exported with exactly the tensors of the original. README.md is "
+        "a model card for the Hugging Face hub. It states what the checkpoint and its run have "
+        "recorded: data, settings, operations on the weights, scores, seeds and versions.",
     )
     add_checkpoint(command)
+    command.add_argument(
+        "--trajectory",
+        action="store_true",
+        help="Export every checkpoint that the run CHECKPOINT kept (train.keep_at), each as a "
+        "directory OUT/step-N, and the selected one as OUT/main. OUT/upload.py uploads each to the "
+        "Hugging Face hub as the revision of its name.",
+    )
+    command.add_argument(
+        "--license",
+        type=_license,
+        metavar="ID",
+        help="Licence of the model in the model card, as an identifier of the Hugging Face hub "
+        "such as mit or apache-2.0 (default: the card names none).",
+    )
     add_out(command, "The directory to write.")
 
 
@@ -126,6 +145,15 @@ def _add_inspect(commands: argparse._SubParsersAction[CommandParser]) -> None:
     command.add_argument("path", metavar="DIR", type=Path, help="The directory to show.")
 
 
+def _license(text: str) -> str:
+    """An identifier of a licence. Raises ArgumentTypeError for anything else."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not an identifier of a licence, such as mit or apache-2.0"
+        )
+    return text
+
+
 def _check_output(out: Path, overwrite: bool, marks: tuple[str, ...], source: Path) -> None:
     """Raise BadInput unless `out` does not exist or may be overwritten: it holds the files `marks`,
     which this command writes, and does not contain `source`."""
@@ -143,7 +171,7 @@ def _import_hf(arguments: argparse.Namespace) -> None:
 
     source = _directory(arguments.source)
     _check_output(arguments.out, arguments.overwrite, CHECKPOINT, source)
-    imported = hf.from_hf(source)
+    imported = hf.from_hf(source, "" if source == Path(arguments.source) else arguments.source)
     checkpoints.save(imported.checkpoint, arguments.out, arguments.overwrite)
     say(*hf.import_report(imported))
 
@@ -184,15 +212,20 @@ def _directory(source: str) -> Path:
 
 
 def _export_hf(arguments: argparse.Namespace) -> None:
-    """Export a checkpoint."""
-    from xformer import checkpoint as checkpoints
-    from xformer.convert import hf
+    """Export a checkpoint, or all that a run kept."""
+    from xformer.convert import share
 
-    _check_output(arguments.out, arguments.overwrite, EXPORT, Path(arguments.checkpoint))
-    checkpoint = checkpoints.load(arguments.checkpoint)
-    family = hf.to_hf(checkpoint, arguments.out, arguments.overwrite)
+    source, out, overwrite = Path(arguments.checkpoint), arguments.out, arguments.overwrite
+    licence = arguments.license or ""
+    _check_output(out, overwrite, EXPORTS if arguments.trajectory else EXPORT, source)
+    if arguments.trajectory:
+        names = share.export_trajectory(source, out, licence, overwrite)
+        say(f"{out}: {len(names)} revisions: {', '.join(names)}")
+        say(f"to upload each as the revision of its name: python {out}/upload.py USER/NAME")
+        return
+    checkpoint, family = share.export(source, out, licence, overwrite)
     head = checkpoint.head.kind if checkpoint.head else "none"
-    say(f"{arguments.out}: {family.name}, {len(checkpoint.weights)} weights, head: {head}")
+    say(f"{out}: {family.name}, {len(checkpoint.weights)} weights, head: {head}")
     if checkpoint.source is not None:
         say("the checkpoint's mapping of raw input ids is not exported", error=True)
 

@@ -1,4 +1,5 @@
-"""Import and export Hugging Face checkpoints: BERT, RoBERTa, XLM-RoBERTa, ALBERT, DistilBERT.
+"""Import and export Hugging Face checkpoints: BERT, ALBERT, DistilBERT, and RoBERTa with its
+relatives XLM-RoBERTa and CamemBERT.
 
 `from_hf` reads a directory as `save_pretrained` writes it, `to_hf` writes one that
 `from_pretrained` loads. What differs between the families is data, in xformer/convert/names.py: one
@@ -27,8 +28,14 @@ from xformer.checkpoint import Checkpoint, check_weights, load_tensors, parts_of
 from xformer.convert.names import FAMILIES, Family, Table, expand
 from xformer.data import published
 from xformer.data.errors import BadInput
-from xformer.data.files import atomic_directory, file_checksum, put_back, read_json, write_json
-from xformer.data.tokenizers import XLM_ROBERTA
+from xformer.data.files import (
+    atomic_directory,
+    file_checksum,
+    put_back,
+    read_json,
+    write_json,
+    write_text,
+)
 from xformer.model.config import ModelConfig
 from xformer.tasks.choice import Choice
 from xformer.tasks.classify import Classify
@@ -65,8 +72,9 @@ class Imported:
 # ------------------------------------------------------------------------------------- import
 
 
-def from_hf(directory: Path) -> Imported:
-    """Import a Hugging Face directory: config.json, weights, tokenizer.
+def from_hf(directory: Path, repository: str = "") -> Imported:
+    """Import a Hugging Face directory: config.json, weights, tokenizer. `repository` is its name on
+    the hub, for the history.
 
     The weights are model.safetensors or else pytorch_model.bin, whole or in the shards that an
     index names. A .bin may hold tensors only: a pickle that asks for anything else is refused.
@@ -113,6 +121,8 @@ def from_hf(directory: Path) -> Imported:
         "sha256": file_checksum(file),
         **_dtypes(source, used),
     }
+    if repository:
+        record["repository"] = repository
     if sentence:
         record["sentence"] = sentence
     checkpoint = Checkpoint(config, weights, tokenizer, head, (record,))
@@ -156,9 +166,8 @@ def _read_config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         key, value = family.config["activation"], values["activation"]
         raise BadInput(f"{file}: {key} {value!r} is not one of {', '.join(ACTIVATIONS)}")
     values["activation"] = ACTIVATIONS[str(values["activation"])]
-    form = family.name.removeprefix("xlm-")
     try:
-        if form == "roberta":  # its position ids start after the padding id
+        if family.form == "roberta":  # its position ids start after the padding id
             pad = meta.get("pad_token_id", 1)
             if not isinstance(pad, int) or pad < 0:
                 raise BadInput(
@@ -167,7 +176,7 @@ def _read_config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
                 )
             values["first_position"] = pad + 1
             values["max_positions"] -= pad + 1
-        return family, ModelConfig(**values, **family.fixed, dropout_form=form), meta
+        return family, ModelConfig(**values, **family.fixed, dropout_form=family.form), meta
     except (ValidationError, TypeError) as error:
         reason = str(error)
         if isinstance(error, ValidationError):
@@ -483,8 +492,9 @@ def import_report(imported: Imported) -> list[str]:
 # ------------------------------------------------------------------------------------- export
 
 
-def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False) -> Family:
-    """Write a directory that `transformers` loads: config.json, model.safetensors, tokenizer.
+def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False, card: str = "") -> Family:
+    """Write a directory that `transformers` loads: config.json, model.safetensors, tokenizer, and
+    `card` as README.md.
 
     Tied tensors are written once. The tensors get the types that they were imported with. If one of
     them would lose precision, all are float32 instead. Raises BadInput if the checkpoint fits no
@@ -506,26 +516,20 @@ def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False) -> Family:
         for name, content in _sentence_files(checkpoint).items():
             (directory / name).parent.mkdir(exist_ok=True)
             write_json(directory / name, content)
+        if card:
+            write_text(directory / "README.md", card)
     return family
 
 
 def family_of(checkpoint: Checkpoint) -> Family:
     """The family whose architecture this checkpoint has. Raises BadInput if there is none."""
-    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    config = checkpoint.config
     if config.norm != "post":
         raise BadInput("no family has LayerNorm before attention and MLP (model.norm='pre')")
     for field in ("architecture", "positions", "norm_form"):  # other values: Hilbert-CNN and PLUS
         if getattr(config, field) != ModelConfig.model_fields[field].default:
             raise BadInput(f"no family of Hugging Face has model.{field}={getattr(config, field)}")
-    if config.shared_layers or config.embedding:
-        family = FAMILIES["albert"]
-    elif config.first_position:
-        is_xlm = tokenizer.meta.get("normalisation") == XLM_ROBERTA
-        family = FAMILIES["xlm-roberta" if is_xlm else "roberta"]
-    elif config.token_types == 0:
-        family = FAMILIES["distilbert"]
-    else:
-        family = FAMILIES["bert"]
+    family = FAMILIES[_nearest(config, checkpoint.tokenizer.form)]
     for field, expected in _settings_of(family, checkpoint).items():
         if (value := getattr(config, field)) != expected:
             raise BadInput(
@@ -544,12 +548,26 @@ def family_of(checkpoint: Checkpoint) -> Family:
     return family
 
 
+def _nearest(config: ModelConfig, form: str) -> str:
+    """The name of the family that is most like a model, whose tokenizer has this `form`."""
+    if config.shared_layers or config.embedding:
+        return "albert"
+    if config.first_position:
+        return form or "roberta"
+    return "bert" if config.token_types else "distilbert"
+
+
+def architecture_of(checkpoint: Checkpoint, family: Family) -> str:
+    """The class of transformers for this checkpoint, such as BertForMaskedLM."""
+    return family.class_of(checkpoint.task, "pair_head.weight" in checkpoint.weights)
+
+
 def _settings_of(family: Family, checkpoint: Checkpoint) -> dict[str, Any]:
     """The settings of the model that can have only one value in this family, with this value."""
     pad = checkpoint.tokenizer.special["pad"]  # position ids of the RoBERTas start after it
     settings = {
         "shared_layers": False,
-        "first_position": pad + 1 if "roberta" in family.name else 0,
+        "first_position": pad + 1 if family.form == "roberta" else 0,
         "pooler": ModelConfig.model_fields["pooler"].default,
         **family.fixed,
     }
@@ -613,7 +631,7 @@ def _their_config(checkpoint: Checkpoint, family: Family, dtype: str) -> dict[st
     if family.defaults["head_dropout"] is not None:
         values["head_dropout"] = config.before_head
     written = {theirs: values[ours] for ours, theirs in family.config.items()}
-    architecture = family.class_of(task, "pair_head.weight" in checkpoint.weights)
+    architecture = architecture_of(checkpoint, family)
     written |= {"model_type": family.name, "architectures": [architecture]}
     written |= {"dtype": dtype, "pad_token_id": special["pad"]}
     written |= {"bos_token_id": special["cls"], "eos_token_id": special["sep"]}

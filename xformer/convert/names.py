@@ -28,6 +28,7 @@ class Family:
     classify: Table
     tied: dict[str, str]  # {copy: original}: tied tensors, of which we store the original
     config: dict[str, str]  # {our setting: their key}
+    form: str = ""  # `dropout_form` of its models: itself, or the family whose architecture it has
     model: str = ""  # the beginning of its class names, such as "Bert" in BertModel
     pair_classes: tuple[str, str] = ("", "")  # of pair head and MLM head, of a pair head alone
     pair: Table = field(default_factory=dict)
@@ -114,6 +115,7 @@ BERT = Family(
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
     config=_CONFIG,
+    form="bert",
     model="Bert",
     pair_classes=("BertForPreTraining", "BertForNextSentencePrediction"),
     defaults=_DEFAULTS,
@@ -134,11 +136,13 @@ ROBERTA = Family(
         "lm_head.decoder.bias": "lm_head.bias",
     },
     config=_CONFIG,
+    form="roberta",
     model="Roberta",
     mlm_activation="gelu",
     defaults=_DEFAULTS,
 )
 XLM_ROBERTA = replace(ROBERTA, name="xlm-roberta", model="XLMRoberta")
+CAMEMBERT = replace(ROBERTA, name="camembert", model="Camembert")
 ALBERT = Family(
     name="albert",
     prefix="albert.",
@@ -175,6 +179,7 @@ ALBERT = Family(
         "predictions.decoder.bias": "predictions.bias",
     },
     config=_CONFIG | {"embedding": "embedding_size", "head_dropout": "classifier_dropout_prob"},
+    form="albert",
     model="Albert",
     pair_classes=("AlbertForPreTraining", "AlbertForPreTraining"),
     fixed={"shared_layers": True},
@@ -225,6 +230,7 @@ DISTILBERT = Family(
         "head_dropout": "seq_classif_dropout",
         "initializer_range": "initializer_range",
     },
+    form="distilbert",
     model="DistilBert",
     fixed={"token_types": 0, "layer_norm_eps": 1e-12, "pooler": "relu"},
     defaults={
@@ -268,7 +274,9 @@ PLUS = Family(
     config={},
 )
 
-FAMILIES = {family.name: family for family in (BERT, ROBERTA, XLM_ROBERTA, ALBERT, DISTILBERT)}
+FAMILIES = {
+    family.name: family for family in (BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, ALBERT, DISTILBERT)
+}
 
 
 def expand(table: Table, layers: int) -> Table:

@@ -3,7 +3,7 @@
     vocab.txt                  BERT's WordPiece: one piece in each line
     vocab.json, merges.txt     RoBERTa's or GPT-2's byte-level BPE
     spiece.model               ALBERT's unigram, as SentencePiece writes it
-    sentencepiece.bpe.model    XLM-RoBERTa's unigram, as SentencePiece writes it
+    sentencepiece.bpe.model    XLM-RoBERTa's or CamemBERT's unigram, as SentencePiece writes it
     tokenizer.json             any of these, as Hugging Face's `tokenizers` writes it
 
 `tokenizer_config.json` may say how text is normalised: do_lower_case, strip_accents,
@@ -36,7 +36,7 @@ from xformer.data.tokenizers import (
     BERT_SPECIAL,
     HIDDEN,
     ROBERTA_SPECIAL,
-    XLM_ROBERTA,
+    UNUSED,
     Tokenizer,
 )
 
@@ -45,10 +45,11 @@ FORMS = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencep
 # the classes of `transformers` whose rules are implemented; others split text differently, such as
 # those that use MeCab for Japanese
 CLASSES = re.compile(
-    r"(Bert|DistilBert|Electra|MobileBert|SqueezeBert|Roberta|GPT2|Albert|XLMRoberta)"
+    r"(Bert|DistilBert|Electra|MobileBert|SqueezeBert|Roberta|GPT2|Albert|XLMRoberta|Camembert)"
     r"Tokenizer(Fast)?"
     r"|PreTrainedTokenizerFast|TokenizersBackend"
 )
+UNIGRAM_CLASSES = {"xlm-roberta": "XLMRobertaTokenizer", "camembert": "CamembertTokenizer"}
 # the options of tokenizer_config.json that change ids
 OPTIONS = (
     "do_lower_case",
@@ -114,7 +115,7 @@ class _Source:
         if name is not None and not CLASSES.fullmatch(str(name)):
             raise BadInput(
                 f"{file}: tokenizer_class {name} is not supported; give a tokenizer of BERT, "
-                "RoBERTa, ALBERT, XLM-RoBERTa or their relatives"
+                "RoBERTa, ALBERT, XLM-RoBERTa, CamemBERT or their relatives"
             )
         for option in OPTIONS:
             if not isinstance(options.get(option), bool | None):
@@ -150,6 +151,17 @@ class _Source:
             for piece, token in sorted(tokens.items(), key=lambda item: item[1]["id"])
         }
 
+    @property
+    def is_camembert(self) -> bool:
+        """Whether a sentencepiece.bpe.model is CamemBERT's and not XLM-RoBERTa's. The model itself
+        does not say."""
+        name = self.options.get("tokenizer_class")
+        file = self.beside("config.json")
+        if name is None and file.is_file():
+            config = read_json(file)
+            name = config.get("model_type") if isinstance(config, dict) else None
+        return str(name).lower().startswith("camembert")
+
     def lowercase(self) -> bool:
         """Whether text is lower-cased: as the files say, or else as the user says."""
         option = self.options.get("do_lower_case")
@@ -169,7 +181,7 @@ def import_tokenizer(path: str | Path, cased: bool = False) -> Tokenizer:
 
     Raises BadInput if a file is missing or is not a vocabulary, if special tokens are missing, if a
     piece occurs twice, if an id is missing, if merges do not fit the vocabulary, or if the rules
-    are not those of BERT, RoBERTa, ALBERT or XLM-RoBERTa.
+    are not those of BERT, RoBERTa, ALBERT, XLM-RoBERTa or CamemBERT.
     """
     source = _source(Path(path), cased)
     readers = {
@@ -264,12 +276,14 @@ def _spiece_model(source: _Source) -> Tokenizer:
         raise BadInput(f"{source.file} is not a SentencePiece model of the kind unigram")
     charsmap = model.normalizer_spec.precompiled_charsmap
     if source.form == "sentencepiece.bpe.model":  # its first pieces are <unk>, <s> and </s>
-        first, last = list(ROBERTA_SPECIAL.values())[:4], ROBERTA_SPECIAL["mask"]
-        pieces = [(piece.piece, piece.score) for piece in model.pieces[3:]]
+        pieces = [(piece.piece, piece.score) for piece in model.pieces]
+        first = [(piece, 0.0) for piece in [*ROBERTA_SPECIAL.values()][:4]]
+        if source.is_camembert:
+            names = (UNUSED[0], ROBERTA_SPECIAL["pad"], UNUSED[1], ROBERTA_SPECIAL["unk"])
+            first = [*((piece, 0.0) for piece in names), (UNUSED[2], -100.0)]
+        scores = first + pieces[1 if source.is_camembert else 3 :]
         with _naming(source.file):
-            return vocabularies.xlm_roberta(
-                [*((piece, 0.0) for piece in first), *pieces, (last, 0.0)], charsmap
-            )
+            return vocabularies.xlm_roberta([*scores, (ROBERTA_SPECIAL["mask"], 0.0)], charsmap)
     kinds = model.SentencePiece
     return _albert(
         source,
@@ -307,7 +321,7 @@ def _tokenizer_json(source: _Source) -> Tokenizer:
             if symbols:
                 raise BadInput(
                     f"{source.file}: {symbols[0]!r} was added to the vocabulary, but only special "
-                    "tokens can be added to XLM-RoBERTa's; remove it"
+                    "tokens can be added to XLM-RoBERTa's and CamemBERT's; remove it"
                 )
             with _naming(source.file):
                 return vocabularies.xlm_roberta(scores, charsmap)
@@ -578,14 +592,14 @@ def _transformers_class(tokenizer: Tokenizer, segments: bool) -> str:
         return "BertTokenizer"
     if tokenizer.kind == "bpe" and not segments:  # RoBERTa's class gives every token the segment 0
         return "RobertaTokenizer"
-    if tokenizer.meta.get("normalisation") == XLM_ROBERTA:
-        return "XLMRobertaTokenizer" if not segments else "PreTrainedTokenizerFast"
+    if tokenizer.form:
+        return "PreTrainedTokenizerFast" if segments else UNIGRAM_CLASSES[tokenizer.form]
     return "AlbertTokenizer" if "normalisation" in tokenizer.meta else "PreTrainedTokenizerFast"
 
 
 def _normalisation_options(tokenizer: Tokenizer) -> dict[str, Any]:
     """How a tokenizer normalises text, as options of a tokenizer_config.json."""
-    if tokenizer.meta.get("normalisation") not in (None, XLM_ROBERTA):
+    if not tokenizer.form and "normalisation" in tokenizer.meta:
         normal = tokenizer.meta["normalisation"]
         return {"do_lower_case": normal["lowercase"], "keep_accents": normal["keep_accents"]}
     return _normalisation(tokenizer.rules) if tokenizer.kind in ("wordpiece", "bpe") else {}

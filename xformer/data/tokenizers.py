@@ -1,14 +1,14 @@
 """Text to ids and back.
 
 WordPiece and byte-level BPE use the library `tokenizers`. Unigram uses `sentencepiece`, or
-`tokenizers` if text is first normalised as ALBERT or XLM-RoBERTa does. Symbols, a fixed alphabet
+`tokenizers` if text is first normalised as ALBERT or the RoBERTas do. Symbols, a fixed alphabet
 with one id each, are looked up in a table.
 
 A tokenizer is a directory: `tokenizer_meta.json` (kind, special tokens, options), and beside it
-`tokenizer.json` (wordpiece, bpe, ALBERT's and XLM-RoBERTa's unigram), `spiece.model` (every other
-unigram), or no other file (symbols: the alphabet is in the meta file). Encoding adds no special
-tokens; they are added when a batch is built. A text that contains "[SEP]" does not get the id of
-the special token.
+`tokenizer.json` (wordpiece, bpe, the unigrams of ALBERT, XLM-RoBERTa and CamemBERT), `spiece.model`
+(every other unigram), or no other file (symbols: the alphabet is in the meta file). Encoding adds
+no special tokens; they are added when a batch is built. A text that contains "[SEP]" does not get
+the id of the special token.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ KINDS = ("wordpiece", "bpe", "unigram", "symbols")
 BERT_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
 ALBERT_SPECIAL = {"pad": "<pad>", "unk": "<unk>", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-# `normalisation` of XLM-RoBERTa's unigram, which has RoBERTa's special tokens
-XLM_ROBERTA = {"form": "xlm-roberta"}
+# Pieces at the beginning of CamemBERT's vocabulary. No text is encoded to them.
+UNUSED = ("<s>NOTUSED", "</s>NOTUSED", "<unk>NOTUSED")
 # Prefix of the unigram pieces that no text may be encoded to, such as special tokens. Text is split
 # into words at white space, so no word matches a piece that contains a space.
 HIDDEN = " "
@@ -45,9 +45,9 @@ class Tokenizer:
     `pieces` is the vocabulary in the order of ids, and `ids` maps each piece to its id. `special`
     maps "pad", "unk", "cls", "sep", "mask" to ids. `pair_separators` is the number of separators
     between the texts of a pair (BERT 1, RoBERTa 2). `meta["normalisation"]` exists if the unigram
-    is ALBERT's or XLM-RoBERTa's. `added` are words that were added at the end of a WordPiece or BPE
-    vocabulary. `published` holds the publisher's other settings, which change no id (see
-    xformer.data.published).
+    is ALBERT's, XLM-RoBERTa's or CamemBERT's. `added` are words that were added at the end of a
+    WordPiece or BPE vocabulary. `published` holds the publisher's other settings, which change no
+    id (see xformer.data.published).
     """
 
     def __init__(self, meta: dict[str, Any], model: Any, published: dict[str, Any] | None = None):
@@ -93,6 +93,12 @@ class Tokenizer:
                 scores = [(piece, float(np.float32(s))) for piece, s in rules["model"]["vocab"]]
                 rules["model"]["vocab"] = scores
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def form(self) -> str:
+        """Whose unigram with RoBERTa's special tokens it is: "xlm-roberta" or "camembert". "" for
+        every other tokenizer."""
+        return str(self.meta.get("normalisation", {}).get("form", ""))
 
     @property
     def mask_takes_space(self) -> bool:

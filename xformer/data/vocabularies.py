@@ -15,7 +15,7 @@ from xformer.data.tokenizers import (
     HIDDEN,
     KINDS,
     ROBERTA_SPECIAL,
-    XLM_ROBERTA,
+    UNUSED,
     Tokenizer,
     sentencepiece_model,
 )
@@ -118,19 +118,20 @@ def _precompiled(charsmap: bytes) -> Any:
 
 
 def xlm_roberta(scores: list[tuple[str, float]], charsmap: bytes | None) -> Tokenizer:
-    """XLM-RoBERTa's tokenizer: SentencePiece's unigram model, with RoBERTa's special tokens first
-    and <mask> last.
+    """XLM-RoBERTa's or CamemBERT's tokenizer: SentencePiece's unigram model, with RoBERTa's special
+    tokens. It is CamemBERT's if the first piece is "<s>NOTUSED".
 
     The arguments are those of `albert`, with `scores` in the final order of ids. Raises BadInput
     unless id 3 is "<unk>".
     """
     if len(scores) < 4 or scores[3][0] != ROBERTA_SPECIAL["unk"]:
         raise BadInput("the vocabulary is not XLM-RoBERTa's: id 3 is not <unk>")
-    model = _unigram_rules(scores, 3, set(ROBERTA_SPECIAL.values()))
+    model = _unigram_rules(scores, 3, {*ROBERTA_SPECIAL.values(), *UNUSED})
     if charsmap:
         model.normalizer = _precompiled(charsmap)
     meta = {"kind": "unigram", "special": dict(ROBERTA_SPECIAL), "pair_separators": 2}
-    return Tokenizer({**meta, "normalisation": dict(XLM_ROBERTA)}, model)
+    form = "camembert" if scores[0][0] == UNUSED[0] else "xlm-roberta"
+    return Tokenizer({**meta, "normalisation": {"form": form}}, model)
 
 
 def _unigram_rules(scores: list[tuple[str, float]], unknown: int, hidden: set[str]) -> Any:

@@ -35,8 +35,17 @@ class Choice(Pooled):
     metrics = {"loss": LOWER, "accuracy": HIGHER}
     arrays = {"outputs", "label", "group"}
     hf_class = "MultipleChoice"
+    hf_pipeline = "multiple-choice"
     hf_table = "choice"
     outputs = 1
+
+    @property
+    def hf_example(self) -> str:
+        return (
+            'context, endings = "the context", ["one ending", "another ending"]\n'
+            'rows = tokenizer([context] * 2, endings, padding=True, return_tensors="pt")\n'
+            "outputs = model(**{name: values[None] for name, values in rows.items()})"
+        )
 
     def dropouts(self, config: ModelConfig) -> tuple[float, float]:
         return 0.0, config.dropout if config.dropout_form == "roberta" else config.before_head

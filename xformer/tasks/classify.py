@@ -85,6 +85,7 @@ class Classify(Pooled):
     named_classes = True
     takes_class_weights = True
     hf_class = "SequenceClassification"
+    hf_pipeline = "text-classification"
     hf_table = "classify"
 
     def __init__(self, head: Head):

@@ -61,6 +61,7 @@ class MLM(Task):
     has_table = False
     head_reads = "places"
     hf_class = "MaskedLM"
+    hf_pipeline = "fill-mask"
     hf_table = "mlm"
     width = 3
 

@@ -42,6 +42,7 @@ class Regress(Pooled):
     counts_correct = False
     loss_in_nats = False
     hf_class = "SequenceClassification"
+    hf_pipeline = "text-classification"
     hf_table = "classify"
     hf_config = {"problem_type": "regression", "id2label": {"0": "score"}}
 

@@ -57,9 +57,14 @@ class Span(Task):
     has_questions = True
     takes_threshold = True
     hf_class = "QuestionAnswering"
+    hf_pipeline = "question-answering"
     hf_table = "span"
     outputs = 2
     width = 5
+
+    @property
+    def hf_example(self) -> str:
+        return 'outputs = model(**tokenizer("a question", "its context", return_tensors="pt"))'
 
     def logits(self, model: Model, batch: Batch[Tensor]) -> Tensor:
         """(T, 2): logits of being the first and the last token of the answer."""

@@ -42,6 +42,7 @@ class Tag(Task):
     named_classes = True
     head_reads = "places"
     hf_class = "TokenClassification"
+    hf_pipeline = "token-classification"
     hf_table = "tag"
     width = 2
 

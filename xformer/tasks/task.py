@@ -155,9 +155,17 @@ class Task(ABC):
     """The table of xformer.convert.names.Family that names the weights of its head."""
     hf_config: ClassVar[dict[str, Any]] = {}
     """Further entries of its config.json in transformers, besides the usual ones."""
+    hf_pipeline: ClassVar[str] = ""
+    """The name of its pipeline on the Hugging Face hub."""
 
     def __init__(self, head: Head):
         self.head = head
+
+    @property
+    def hf_example(self) -> str:
+        """Python that calls its model and tokenizer of transformers, for model cards."""
+        texts = '"one text", "another text"' if self.head.pair else '"one text"'
+        return f'outputs = model(**tokenizer({texts}, return_tensors="pt"))'
 
     # -------------------------------------------------------------------------------- the model
 
