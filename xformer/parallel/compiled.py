@@ -74,6 +74,8 @@ def compile_parts(
             model(sample()).total.backward()
     except Exception as error:  # whatever a compiler, a driver or Triton raises
         for part in parts:
+            # Module.compile has no public inverse, and a stance of torch.compiler would also stop
+            # every other model of this process from being compiled.
             part._compiled_call_impl = None
         reason = " ".join(str(error).partition("Set TORCHDYNAMO_VERBOSE")[0].split())[:200]
         return f"torch.compile fails here ({reason}): the model runs without it"
