@@ -192,19 +192,23 @@ class Feed:
         most = 1 if self.stream.tokens >= ONE_SHAPE * pieces else SHAPES
         if self.stream.tokens and pieces == 1:
             tokens.append(self.stream.tokens)  # no step has more
-        # Special tokens are never masked. A rank can be without rows in all of these steps.
-        special = self.assembler.extra * sum(rows) / max(1, sum(tokens))
-        masked = self.masking * (1 - special)
-        if "labels" in split.columns and not self.masking:
-            masked = 1.0
         return Capacities(
             np.array(tokens),
             np.array(rows),
             most,
             self.assembler.max_tokens,
             split.together,
-            masked,
+            self._share_to_predict(sum(tokens), sum(rows)),
         )
+
+    def _share_to_predict(self, tokens: int, rows: int) -> float:
+        """The share of tokens that are predicted, among the `tokens` of so many `rows`."""
+        if not self.masking:
+            # a labelled word may begin at any token
+            return 1.0 if self.assembler.labels_words else 0.0
+        # special tokens are never masked; a rank may have no rows at all
+        special = self.assembler.extra * rows / max(1, tokens)
+        return self.masking * (1 - special)
 
     def sample(self) -> Batch[Tensor]:
         """The first example as a micro-batch on the device, for a pass that changes nothing."""
