@@ -17,7 +17,7 @@ import torch
 from helpers import command
 from torch import Tensor
 
-from benchmarks import eight_ranks, fake_cuda, first_hour, splits
+from benchmarks import bare, eight_ranks, fake_cuda, first_hour, splits
 from benchmarks.steps import CASES, STEPS
 from xformer import optim
 from xformer.data.errors import BadInput
@@ -160,7 +160,7 @@ def test_the_first_hour_finds_wrong_programs(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_first_hour_does_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    peer = first_hour.Peer("BertForMaskedLM", first_hour.shape("tiny", 8))
+    peer = first_hour.Peer("BertForMaskedLM", bare.shape("tiny"))
 
     def cannot_compile(**given: torch.Tensor) -> None:
         raise FileNotFoundError("gcc")
