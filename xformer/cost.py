@@ -3,10 +3,11 @@
 T tokens, N rows, M masked tokens, S the sum over rows of their squared lengths; C hidden size, E
 embedding size, F inner size of the MLP, V vocabulary, K outputs of a head.
 
-Only the operations of matrix products on real tokens are counted; a multiplication with an addition
-counts as two. Padding, recomputation and element-wise operations are not counted, so that the share
-of a device's peak can be compared between programs (as in Chowdhery et al. 2022, appendix B). The
-part of the last layer after its attention is counted only for the tokens that the head reads.
+Only the operations of matrix products on real tokens are counted; a multiplication followed by an
+addition counts as two. Padding, recomputation and element-wise operations are not counted, so that
+the share of a device's peak can be compared between programs (as in Chowdhery et al. 2022, appendix
+B). In the last layer, what follows the attention is counted only for the tokens that the head
+reads.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Use:
     It adds the sum over r of left_r right_r^T to the weight's gradient.
     """
 
-    left: Tensor  # (R, V); or (R,) integers, where left_r is the unit vector of that entry
+    left: Tensor  # (R, V), or (R,) integers: left_r is then the unit vector with this index
     right: Tensor  # (R, E)
     owner: Tensor  # (R,) the example that a row belongs to
 
@@ -181,7 +181,7 @@ class PerExample(TorchFunctionMode):
         self.products = torch.zeros(self.count, self.count, dtype=torch.float64)
         self.waiting: dict[str, int] = {}  # by name: uses whose gradient has not arrived yet
         self.uses: dict[str, list[Use]] = {}  # by name: uses whose gradient has arrived
-        self.vectors: dict[str, Tensor] = {}  # by name: sums of such gradients, (N, d)
+        self.vectors: dict[str, Tensor] = {}  # by name: each example's gradient so far, (N, d)
         self.rows: dict[int, tuple[Tensor, Tensor, int]] = {}  # rows that `take_row` returned
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

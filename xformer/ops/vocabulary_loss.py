@@ -28,8 +28,8 @@ def vocabulary_loss(
     targets: (M,), each in [0, V), or -100, which does not count. M may be 0. Returns two scalars:
     the sum in fp32 (in fp64 if h is fp64), and how often the target has the largest logit, which is
     not differentiable. If several logits are the largest, the first one is the prediction. The sum
-    has a first derivative, that of `plain` also a second one. Raises ValueError for other shapes,
-    and on the CPU IndexError for other targets. On CUDA targets are not checked.
+    can be differentiated once; `plain` can be differentiated twice. Raises ValueError for other
+    shapes, and on the CPU IndexError for other targets. On CUDA targets are not checked.
     """
     shapes = [tuple(tensor.shape) for tensor in (h, word, bias, targets)]
     if [len(shape) for shape in shapes] != [2, 2, 1, 1] or (

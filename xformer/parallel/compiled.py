@@ -23,8 +23,9 @@ from xformer.parallel.processes import Ranks, TrainingSystem
 from xformer.tasks.task import Model
 
 BACKEND = "inductor"
-# Most programs of all modules together. There is one for each kind of module, such as an embedding,
-# a layer, a frozen layer or the last layer, and each shape of a batch. One more ends the run.
+# The largest number of programs of all modules together. There is one program for each kind of
+# module (such as the embeddings, a layer, a frozen layer or the last layer) and each shape of a
+# batch. A run that needs more programs ends with an error.
 PROGRAMS = 256
 
 

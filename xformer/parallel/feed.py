@@ -19,13 +19,14 @@ from xformer.data.sampler import Stream
 from xformer.parallel.processes import Ranks
 from xformer.tasks.task import tensor_on
 
-# Small steps are made together, about this many tokens at once: they then cost no more per token.
+# Small steps are made together, about this many tokens at once. A token of a small step then costs
+# no more than a token of a large one.
 TOKENS_AHEAD = 2**17
-SHAPES = 8  # most shapes that are chosen for filled micro-batches
+SHAPES = 8  # at most this many shapes are chosen for filled micro-batches
 # If batch.tokens gives each micro-batch at least this many tokens, only one shape is chosen.
 ONE_SHAPE = 2**13
 LOOKED_AT = 512  # the sizes of this many micro-batches decide the shapes
-STEPS_AHEAD = 512  # most steps made at once: each takes 3 KiB beside its tokens
+STEPS_AHEAD = 512  # at most this many steps are made at once; each needs 3 KiB beside its tokens
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
