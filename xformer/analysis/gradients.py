@@ -366,7 +366,7 @@ def inner_products(model: Model, batch: Batch[Tensor]) -> Tensor:
 def _every_token(encoder: Encoder) -> Iterator[None]:
     """Make the last layer compute every token, not only those that the head reads.
 
-    `PerExample` must know the example of every row, and it knows that of all tokens.
+    `PerExample` takes each row of an encoder layer's input for a token of the batch.
     """
     wanted: list[Tensor | None] = []  # the places that the head reads
 
@@ -392,7 +392,7 @@ def _every_token(encoder: Encoder) -> Iterator[None]:
 def cosines(products: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The cosines of all pairs i < j, and the norms (N,), from inner products (N, N).
 
-    A gradient of zero, that of an example without a masked token, has the cosine NaN.
+    An example without a masked token has a gradient of zero; its cosines are NaN.
     """
     norms = products.diagonal().clamp(min=0).sqrt()
     matrix = (products / norms[:, None] / norms).numpy()

@@ -203,7 +203,7 @@ class Feed:
         )
 
     def _share_to_predict(self, tokens: int, rows: int) -> float:
-        """The share of tokens that are predicted, among the `tokens` of so many `rows`."""
+        """The share of tokens to predict, for rows with this many tokens in total."""
         if not self.masking:
             # a labelled word may begin at any token
             return 1.0 if self.assembler.labels_words else 0.0

@@ -37,7 +37,7 @@ class SystemConfig(Settings):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Type of the matrix products: fp32, or bf16 by autocast with fp32 weights. auto takes bf16 on
     GPUs from compute capability 8.0 and on CPUs with avx512_bf16 or amx_bf16, and fp32 elsewhere.
-    A run keeps the precision that it began with, and evaluation takes that of the training."""
+    A run keeps the precision that it began with, and evaluation uses the same one."""
     tf32: bool = False
     """On CUDA, with precision=fp32: compute matrix products and convolutions in TF32, which has the
     range of fp32 and 10 bits of mantissa."""

@@ -32,7 +32,7 @@ class Sums:
 
 
 class Replicas:
-    """A model of which every rank has a copy. A call returns the loss of a micro-batch.
+    """A model with a copy on every rank. A call returns the loss of a micro-batch.
 
     The gradients are averaged over the ranks during the backward pass of a step's last micro-batch.
     On a single rank this is the model itself. `sample` returns any valid micro-batch, and
