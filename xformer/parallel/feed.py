@@ -203,7 +203,7 @@ class Feed:
         )
 
     def _share_to_predict(self, tokens: int, rows: int) -> float:
-        """The share of tokens to predict, for rows with this many tokens in total."""
+        """The share of tokens to predict, in `rows` rows that have `tokens` tokens in total."""
         if not self.masking:
             # a labelled word may begin at any token
             return 1.0 if self.assembler.labels_words else 0.0
