@@ -272,24 +272,10 @@ def capture_case(examples: int = 256) -> Case:
     directory = Path(tempfile.mkdtemp(prefix="bench-capture-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     store, ckpt = directory / "store", directory / "ckpt"
-    subprocess.run(
-        [
-            sys.executable,
-            ROOT / "preprocess.py",
-            "synthetic",
-            "uniform",
-            "--tokens",
-            "400000",
-            "--lengths",
-            "14:126",
-            "--vocab-size",
-            str(SHAPE["vocab_size"]),
-            "--output",
-            store,
-        ],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    line = [sys.executable, "preprocess.py", "synthetic", "uniform", "--tokens", "400000"]
+    line += ["--lengths", "14:126", "--vocab-size", str(SHAPE["vocab_size"])]
+    line += ["--output", str(store)]
+    subprocess.run(line, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     checkpoints.save(
         checkpoints.fresh(ModelConfig(**SHAPE), open_store(store).tokenizer(), 0), ckpt
     )

@@ -19,6 +19,7 @@ from xformer import optim
 from xformer.config import load
 from xformer.data.batch import Batch
 from xformer.guard import Guard
+from xformer.model.config import ModelConfig
 from xformer.parallel.compiled import compile_parts
 from xformer.parallel.feed import Feed
 from xformer.parallel.processes import Ranks
@@ -29,6 +30,25 @@ from xformer.tasks.task import Model
 from xformer.train import loop
 
 PLAIN = ("pretrain/smoke", "data=none", "run=none", "system.precision=fp32")
+VOCABULARY, MASKED = 30_522, 0.15  # BERT's
+SHAPES = {  # layers, hidden size, heads, inner size of the MLP
+    "MiniLM": (6, 384, 12, 1536),
+    "BERT-base": (12, 768, 12, 3072),
+    "BERT-large": (24, 1024, 16, 4096),
+    "tiny": (2, 64, 4, 128),
+}
+
+
+def shape(name: str) -> ModelConfig:
+    """The config of a model in SHAPES."""
+    layers, hidden, heads, intermediate = SHAPES[name]
+    return ModelConfig(
+        vocab_size=VOCABULARY,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        intermediate=intermediate,
+    )
 
 
 class Session:

@@ -179,9 +179,10 @@ def main() -> None:
 
 _INTRODUCTION = [
     "Made by `python benchmarks/every_dataset.py DATA --output docs/data.md`. Rows of train /",
-    "valid / test, drawn 90/5/5 if the source has no splits. Labels are those of the training",
-    "split, or of all rows if the splits were drawn; a test set with `-` has no labels. Seconds",
-    "are those of the whole command on two cores, including its start.",
+    "valid / test; if the source has no splits, they are drawn 90/5/5. A number after `of` counts",
+    "questions or MIDI pieces, which are divided into several rows. Labels are those of the",
+    "training split, or of all rows if the splits were drawn; a test set with `-` has no labels.",
+    "Seconds are those of the whole command on two cores, including its start.",
 ]
 _HEAD = ["| data set | rows | labels | tokens | s | `preprocess.py` |", "|---|---|---|---|---|---|"]
 

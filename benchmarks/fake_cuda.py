@@ -32,8 +32,8 @@ LOADED = "XFORMER_FAKE_CUDA"  # set in the environment of a process that has the
 
 
 def start(module: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start `python -m MODULE ARGUMENTS` with a fake CUDA device. The library is compiled into
-    `folder`, unless it is there."""
+    """Start `python -m MODULE ARGUMENTS` with a fake CUDA device. It imports from the same places
+    as this process. The library is compiled into `folder`, unless it is there."""
     spec = find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
@@ -42,7 +42,8 @@ def start(module: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
     line += [f"-L{torch_folder / 'lib'}", f"-Wl,-rpath,{torch_folder / 'lib'}"]
     if not library.exists():
         subprocess.run([*line, "-lc10", "-ltorch_cpu", "-o", str(library)], check=True)
-    environment = {**os.environ, "LD_PRELOAD": str(library), LOADED: "1"}
+    places = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, **places, "LD_PRELOAD": str(library), LOADED: "1"}
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         env=environment,

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import bare, machine
+from benchmarks.bare import MASKED, VOCABULARY, shape
 from benchmarks.steps import CASES, SHAPE
 from xformer import cost
 from xformer.data.batch import Batch, Workload
@@ -47,13 +48,7 @@ from xformer.tasks.mlm import MLM
 from xformer.tasks.task import Head, Model, Task
 
 ROOT = Path(__file__).parents[1]
-VOCABULARY, MASKED, TOKENS = 30_522, 0.15, 8192
-SHAPES = {  # layers, hidden size, heads, inner size of the MLP
-    "MiniLM": (6, 384, 12, 1536),
-    "BERT-base": (12, 768, 12, 3072),
-    "BERT-large": (24, 1024, 16, 4096),
-    "tiny": (2, 64, 4, 128),
-}
+TOKENS = 8192
 WAYS = ("none", "layers", "graphs")  # system.compile
 # large models are compiled in fewer ways, because each takes a minute
 WAYS_OF = {"BERT-base": WAYS[:2], "BERT-large": WAYS[1:2]}
@@ -302,23 +297,10 @@ def speed_of(name: str) -> Callable[[bool], Iterator[Row]]:
     def speed(rehearse: bool) -> Iterator[Row]:
         for length in (16,) if rehearse else (128, 512):
             rows = 4 if rehearse else TOKENS // length
-            config = shape("tiny" if rehearse else name, length)
+            config = shape("tiny" if rehearse else name)
             yield from full_rows(name, config, rows, length, 2 if rehearse else 20)
 
     return speed
-
-
-def shape(name: str, length: int) -> ModelConfig:
-    """The config of a model by its name."""
-    layers, hidden, heads, intermediate = SHAPES[name]
-    return ModelConfig(
-        vocab_size=VOCABULARY,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        intermediate=intermediate,
-        max_positions=max(512, length),
-    )
 
 
 def full_rows(name: str, config: ModelConfig, rows: int, length: int, steps: int) -> Iterator[Row]:
@@ -347,7 +329,7 @@ def full_rows(name: str, config: ModelConfig, rows: int, length: int, steps: int
 
 def fine_tuning(rehearse: bool) -> Iterator[Row]:
     """Real tokens a second of fine-tuning MiniLM on rows of mixed lengths."""
-    config = shape("tiny" if rehearse else "MiniLM", 128)
+    config = shape("tiny" if rehearse else "MiniLM")
     steps, rows = (2, 4) if rehearse else (40, 32)
     draw = np.random.default_rng(0)
     every = [np.clip(draw.lognormal(3.7, 0.4, rows).astype(int), 8, 128) for _ in range(steps)]

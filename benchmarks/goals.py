@@ -100,15 +100,15 @@ def main() -> None:
 
 def ours(case: Case) -> Work:
     """The work of our step."""
+    from benchmarks import bare
     from xformer import cost
     from xformer.data.batch import Workload
     from xformer.tasks.task import Task
 
-    layers, hidden, heads, inner = launches.MODELS[f"{case.model} MLM"]
     task: Task = launches.task(case.task)
-    seen = launches.step(layers, hidden, heads, inner, case.rows, case.length, task)
-    config = launches.config(layers, hidden, heads, inner)
-    masked = launches.MASKED if case.task == "mlm" else 0.0
+    seen = launches.step(case.model, case.rows, case.length, task)
+    config = bare.shape(case.model)
+    masked = bare.MASKED if case.task == "mlm" else 0.0
     work = Workload.even(case.rows, case.length, masked)
     return counted(cost.training_flops(config, task, work), seen.operations)
 
@@ -120,7 +120,9 @@ def theirs(case: Case) -> Work:
     import transformers
     from torch.nn import functional
 
-    layers, hidden, heads, inner = launches.MODELS[f"{case.model} MLM"]
+    from benchmarks import bare
+
+    layers, hidden, heads, inner = bare.SHAPES[case.model]
     kind = "BertForMaskedLM" if case.task == "mlm" else "BertForSequenceClassification"
     flash = torch.ops.aten._scaled_dot_product_flash_attention
 
@@ -129,7 +131,7 @@ def theirs(case: Case) -> Work:
 
     with fake_cuda.device():
         config = transformers.BertConfig(
-            vocab_size=launches.VOCABULARY,
+            vocab_size=bare.VOCABULARY,
             hidden_size=hidden,
             num_hidden_layers=layers,
             num_attention_heads=heads,
@@ -156,7 +158,7 @@ def theirs(case: Case) -> Work:
                 train()
     T = case.rows * case.length
     products = layers * (8 * hidden**2 + 4 * hidden * inner + 4 * hidden * case.length)
-    head = 2 * hidden**2 + 2 * hidden * launches.VOCABULARY if case.task == "mlm" else 0
+    head = 2 * hidden**2 + 2 * hidden * bare.VOCABULARY if case.task == "mlm" else 0
     return counted(3.0 * T * (products + head), seen.operations)
 
 

@@ -20,17 +20,10 @@ from typing import TYPE_CHECKING
 from benchmarks import fake_cuda
 
 if TYPE_CHECKING:
-    from xformer.model.config import ModelConfig
     from xformer.tasks.task import Task
 
-# layers, hidden size, heads, inner size of the MLP
-MODELS = {
-    "BERT-base MLM": (12, 768, 12, 3072),
-    "BERT-large MLM": (24, 1024, 16, 4096),
-    "MiniLM MLM": (6, 384, 12, 1536),
-}
-SHAPES = ((64, 128), (16, 512))
-VOCABULARY, MASKED = 30_522, 0.15
+MODELS = ("BERT-base", "BERT-large", "MiniLM")  # in benchmarks.bare.SHAPES
+BATCHES = ((64, 128), (16, 512))  # rows, and tokens of a row
 
 
 def main() -> None:
@@ -42,28 +35,17 @@ def main() -> None:
             sys.exit(process.returncode)
     print("| step in bf16 | kernels | casts | others' GB | host waits |")
     print("|---|---|---|---|---|")
-    for name, shape in MODELS.items():
-        for rows, length in SHAPES:
-            seen = step(*shape, rows, length)
+    for name in MODELS:
+        for rows, length in BATCHES:
+            seen = step(name, rows, length)
             kernels, casts = len(seen.operations), sum(one.is_cast for one in seen.operations)
             moved = sum(one.bytes for one in seen.operations if not one.is_product) / 1e9
             waits = json.dumps(seen.waits) if seen.waits else "none"
-            print(f"| {name}, {rows} x {length} | {kernels} | {casts} | {moved:.1f} | {waits} |")
+            print(
+                f"| {name} MLM, {rows} x {length} | {kernels} | {casts} | {moved:.1f} | {waits} |"
+            )
             if "-v" in sys.argv:
                 print(Counter(one.name for one in seen.operations))
-
-
-def config(layers: int, hidden: int, heads: int, intermediate: int) -> ModelConfig:
-    """A model of this shape."""
-    from xformer.model.config import ModelConfig
-
-    return ModelConfig(
-        vocab_size=VOCABULARY,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        intermediate=intermediate,
-    )
 
 
 def task(name: str) -> Task:
@@ -76,16 +58,9 @@ def task(name: str) -> Task:
     return made
 
 
-def step(
-    layers: int,
-    hidden: int,
-    heads: int,
-    intermediate: int,
-    rows: int,
-    length: int,
-    trained: Task | None = None,
-) -> fake_cuda.Recorder:
-    """The operations that a training step of this shape runs on a GPU, by default of MLM."""
+def step(name: str, rows: int, length: int, trained: Task | None = None) -> fake_cuda.Recorder:
+    """The operations that a training step of a model in benchmarks.bare.SHAPES runs on a GPU, by
+    default of MLM."""
     import torch
 
     from benchmarks import bare
@@ -93,9 +68,8 @@ def step(
 
     with fake_cuda.device():
         with torch.device("cuda"):
-            shape = config(layers, hidden, heads, intermediate)
-            model = Model(shape, trained or task("mlm")).train()
-        batch = bare.full_rows(rows, length, MASKED, VOCABULARY)
+            model = Model(bare.shape(name), trained or task("mlm")).train()
+        batch = bare.full_rows(rows, length, bare.MASKED, bare.VOCABULARY)
         trainer = bare.Trainer(model, "system.precision=bf16")
         with fake_cuda.Recorder() as seen:
             trainer.train([[batch]])

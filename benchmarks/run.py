@@ -80,17 +80,35 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
+    """The command line. Raises BadInput if an argument is wrong, or a package is not installed."""
+    arguments = _parser().parse_args()
+    known = [*TABLE, *FOOTNOTES]
+    if unknown := [part for part in arguments.parts if part not in known]:
+        raise BadInput(f"unknown part {unknown[0]!r}; the parts are {', '.join(known)}")
+    if missing := [package for package in NEEDS if find_spec(package) is None]:
+        raise BadInput(f"{', '.join(missing)} not installed: pip install -e '.[bench]'")
+    if arguments.data is None and not arguments.quick:
+        wanted = f"a directory with {prepare.TEXT} and more, see --help"
+        raise BadInput(f"--data DIR must be given: {wanted}")
+    if not arguments.quick:
+        prepare.check(arguments.data)
+    for folder in (arguments.output, arguments.scratch):
+        if folder is not None and not folder.is_dir():
+            raise BadInput(f"{folder} is not a directory; create it first")
+    return arguments
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="python -m benchmarks.run",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    known = [*TABLE, *FOOTNOTES]
     parser.add_argument(
         "parts",
         nargs="*",
         metavar="PART",
-        help=f"What to measure (default: all): {', '.join(known)}.",
+        help=f"What to measure (default: all): {', '.join([*TABLE, *FOOTNOTES])}.",
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="The directory of the raw data.")
     parser.add_argument(
@@ -127,20 +145,7 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="A smoke test with random data and a tiny model. Its numbers mean nothing.",
     )
-    arguments = parser.parse_args()
-    if unknown := [part for part in arguments.parts if part not in known]:
-        raise BadInput(f"unknown part {unknown[0]!r}; the parts are {', '.join(known)}")
-    if missing := [package for package in NEEDS if find_spec(package) is None]:
-        raise BadInput(f"{', '.join(missing)} not installed: pip install -e '.[bench]'")
-    if arguments.data is None and not arguments.quick:
-        wanted = f"a directory with {prepare.TEXT} and more, see --help"
-        raise BadInput(f"--data DIR must be given: {wanted}")
-    if not arguments.quick:
-        prepare.check(arguments.data)
-    for folder in (arguments.output, arguments.scratch):
-        if folder is not None and not folder.is_dir():
-            raise BadInput(f"{folder} is not a directory; create it first")
-    return arguments
+    return parser
 
 
 def _all_parts() -> list[str]:

@@ -52,7 +52,7 @@ def text_columns(store: Store, split: str) -> dict[str, Ragged]:
 
 
 def row_lengths(columns: Sequence[Ragged]) -> Counter[int]:
-    """Count the rows by their number of tokens, summed over these columns."""
+    """How many rows have each number of tokens. The tokens of all these columns count."""
     rows: Counter[int] = Counter()
     for start in range(0, len(columns[0]), BLOCK):
         lengths = sum(np.diff(column.offsets[start : start + BLOCK + 1]) for column in columns)
@@ -143,8 +143,9 @@ def _scores(values: np.ndarray) -> dict[str, Any]:
 class SplitSurvey:
     """The result of reading a split once.
 
-    `counts` is the number of times each id occurs. `lengths` counts rows by their number of tokens,
-    for each column of texts; `together` does so for all columns summed. `labels` counts labels.
+    `counts` is the number of times each id occurs. For each column of texts, `lengths` says how
+    many rows have each number of tokens; `together` says it for the tokens of all columns. `labels`
+    counts labels.
     """
 
     rows: int

@@ -1,9 +1,9 @@
 """Encoding in several processes: batches of texts go out, and their ids come back in order.
 
 A worker is this module run as a program. It reads requests from its standard input and answers on
-its standard output, so it exits when its parent is gone, for whatever reason. For each
-worker, a thread of the parent sends a batch and waits for the answer. The ids do not depend on the
-number of workers, because the table of a CachedEncoder never changes the ids of a text.
+its standard output, so it exits when its parent is gone, for whatever reason. For each worker, a
+thread of the parent sends a batch and waits for the answer. The ids do not depend on the number of
+workers: each has its own table of known words, but the table never changes an id.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_device.compiled_steps import COMPILED
 from helpers import NO_DROPOUT, SMOKE, Forks, good, refused, training
 from test_scale import SHORT, close
 from torch import Tensor
 from toys import Toys
 
 from benchmarks import fake_cuda
-from benchmarks.compiled_steps import COMPILED
 from benchmarks.steps import CNN, SHAPE, TASKS
 from xformer.data.batch import Batch
 from xformer.data.capacity import Capacities, least_filler
@@ -444,7 +444,7 @@ def test_a_setting_that_does_not_fit_is_one_line(forks: Forks, data: Toys, tmp_p
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this PyTorch has a CUDA device")
 def test_every_step_compiles_for_cuda_without_breaks(tmp_path: Path) -> None:
     """The whole loss as one program, with the attention kernels of CUDA in it."""
-    process = fake_cuda.start("benchmarks.compiled_steps", tmp_path)
+    process = fake_cuda.start("fake_device.compiled_steps", tmp_path)
     out, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     lines = dict(line.split(": ", 1) for line in out.splitlines())

@@ -48,12 +48,12 @@ def here(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
 
 def made(*paths: Path, **options: Any) -> list[str]:
     """The documents that files are divided into."""
-    found: list[str] = []
+    whole: list[str] = []
     new = True
     for segment, ends in read_documents(paths, TextOptions(**options), lambda _: None):
-        found[len(found) - (not new) :] = [segment if new else found[-1] + segment]
+        whole[len(whole) - (not new) :] = [segment if new else whole[-1] + segment]
         new = ends
-    return found
+    return whole
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +127,9 @@ def test_files_directories_and_globs(tmp_path, monkeypatch, capsys):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("x")
     Path("d/empty.txt").touch()
-    found = find_files(["e/one.md", "d", "e/**/*.md"])
+    files = find_files(["e/one.md", "d", "e/**/*.md"])
     names = ["d/a/A.TXT", "d/a/x.java.zst", "d/a/z.jsonl.gz", "d/b.txt", "d/c.fa"]
-    assert list(map(str, found)) == ["e/one.md", *names, "e/f/two.md", "e/one.md"]
+    assert list(map(str, files)) == ["e/one.md", *names, "e/f/two.md", "e/one.md"]
     said = capsys.readouterr().err
     assert "d: 4 files left out (" in said
     assert all(part in said for part in ("1 .md", "1 .json", "1 no ending", "1 hidden"))
@@ -360,7 +360,7 @@ def characters(source: str) -> list[tuple[str, int, int]]:
     """(character as Java reads it, its start, its end in the file), by JLS 3.3, letter by
     letter.
     """
-    found, i, backslashes = [], 0, 0
+    letters, i, backslashes = [], 0, 0
     while i < len(source):
         j = i + 1
         if source[i] == "\\" and backslashes % 2 == 0:
@@ -368,12 +368,12 @@ def characters(source: str) -> list[tuple[str, int, int]]:
                 j += 1
         digits = source[j : j + 4]
         if j > i + 1 and len(digits) == 4 and set(digits) <= set("0123456789abcdefABCDEF"):
-            found.append((chr(int(digits, 16)), i, j + 4))
+            letters.append((chr(int(digits, 16)), i, j + 4))
             backslashes, i = 0, j + 4
         else:
-            found.append((source[i], i, i + 1))
+            letters.append((source[i], i, i + 1))
             backslashes, i = (backslashes + 1 if source[i] == "\\" else 0), i + 1
-    return found
+    return letters
 
 
 def slow_comments(source: str) -> list[tuple[int, int]]:
@@ -561,11 +561,11 @@ def test_java_on_real_source(shared):
     files = sorted((shared / "java").rglob("*.java"))
     assert len(files) == 264
     sources = [path.read_text(encoding="utf-8") for path in files]
-    found = [remove_comments(source) for source in sources]
-    assert found == [slow(source) for source in sources]
-    assert all(text_ == remove_comments(text_) for text_ in found)
-    assert 0.3 < sum(map(len, found)) / sum(map(len, sources)) < 0.6
-    assert not any("Licensed to the Apache" in text_ for text_ in found)
+    stripped = [remove_comments(source) for source in sources]
+    assert stripped == [slow(source) for source in sources]
+    assert all(text_ == remove_comments(text_) for text_ in stripped)
+    assert 0.3 < sum(map(len, stripped)) / sum(map(len, sources)) < 0.6
+    assert not any("Licensed to the Apache" in text_ for text_ in stripped)
 
 
 # ------------------------------------------------------------------------------ text without spaces
@@ -583,8 +583,8 @@ def test_text_without_spaces_has_the_ids_of_the_whole(toks, tmp_path, monkeypatc
     segments = [s for s, _ in read_documents([tmp_path / "t.txt"], TextOptions(), lambda _: None)]
     assert max(map(len, segments)) <= 200
     assert "".join(segments) == content
-    found = CachedEncoder(tokenizer).encode(segments)[0]
-    np.testing.assert_array_equal(found, tokenizer.encode_batch([content])[0])
+    ids = CachedEncoder(tokenizer).encode(segments)[0]
+    np.testing.assert_array_equal(ids, tokenizer.encode_batch([content])[0])
 
 
 @pytest.mark.parametrize("chinese", [True, False])
@@ -624,8 +624,8 @@ def test_chinese_as_it_is_printed(shared):
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def batches(number: int) -> Iterator[workers.TextBatch]:
@@ -640,9 +640,9 @@ def test_processes_give_the_tokenizers_own_ids_in_order(toks, monkeypatch, kind)
     tokenizer = tokenizers.load_tokenizer(toks / kind)
     with EncodingPool(tokenizer, toks / kind, 2) as encoders:
         for _ in range(2):  # a second split goes to the same processes
-            found = list(encoders.encode(batches(30)))
+            answers = list(encoders.encode(batches(30)))
             assert len(encoders.workers) == 2
-            for encoded, (wanted_ends, texts) in zip(found, batches(30), strict=True):
+            for encoded, (wanted_ends, texts) in zip(answers, batches(30), strict=True):
                 ids, lengths, ends, words = encoded
                 direct = tokenizer.encode_batch(texts)
                 assert ends == wanted_ends
@@ -685,9 +685,9 @@ def test_words_are_those_of_the_whole_text(toks, tmp_path, monkeypatch, segment,
     for lines in (False, True):
         tokenizer, output = tokenizers.load_tokenizer(toks / "bpe"), tmp_path / f"{lines}"
         text.write_text_store(output, splits, tokenizer, TextOptions(lines), 17, {}, False, count)
-        found = open_store(output)
-        assert found.split("train").words == len(content.split())
-        assert found.split("valid").words == len(ENGLISH.split())
+        store = open_store(output)
+        assert store.split("train").words == len(content.split())
+        assert store.split("valid").words == len(ENGLISH.split())
 
 
 def test_a_few_batches_start_no_process(toks):
@@ -759,21 +759,21 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
 
 def children(pid: int) -> list[int]:
     """The living processes that `pid` has started."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = entry.read_text().rpartition(")")[2].split()[:2]
         except OSError:
             continue
         if int(parent) == pid and state != "Z":
-            found.append(int(entry.parent.name))
-    return found
+            pids.append(int(entry.parent.name))
+    return pids
 
 
 def wait_for(what: Any) -> Any:
     for _ in range(1200):
-        if found := what():
-            return found
+        if result := what():
+            return result
         time.sleep(0.02)
     raise AssertionError("it never came")
 
@@ -803,7 +803,7 @@ def test_no_process_stays_behind(toks, long_text, number, status):
         "--output",
         output,
     )
-    pids = wait_for(lambda: len(found := children(process.pid)) == 2 and found)
+    pids = wait_for(lambda: len(workers_pids := children(process.pid)) == 2 and workers_pids)
     wait_for(lambda: any(path.stat().st_size for path in output.parent.rglob("tokens.npy")))
     process.send_signal(number)
     said = process.communicate()[1]

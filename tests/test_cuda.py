@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from fake_device import eight_ranks, splits
 from helpers import command
 from torch import Tensor
 
-from benchmarks import eight_ranks, fake_cuda, first_hour, splits
+from benchmarks import bare, fake_cuda, first_hour
 from benchmarks.steps import CASES, STEPS
 from xformer import optim
 from xformer.data.errors import BadInput
@@ -66,7 +67,7 @@ def test_a_step_does_not_wait_for_the_device(library: Path) -> None:
 @no_device
 def test_scoring_waits_once_a_split(library: Path) -> None:
     """Its batches are made while the one before is computed. Prediction shares the code."""
-    seen = dict(lines("benchmarks.splits", library))
+    seen = dict(lines("fake_device.splits", library))
     told = {name: seen.pop(name) for name in splits.WRONG}
     assert seen.keys() == splits.SCORED.keys()
     seen["Hilbert-CNN"]["waits"]["a blocking copy"] -= 1  # the curve, in the first batch
@@ -89,7 +90,7 @@ def test_scoring_waits_once_a_split(library: Path) -> None:
 def test_eight_ranks_take_steps(library: Path) -> None:
     """No rank waits for its device, and all exchange the same, whether they have rows or not."""
     seen: dict[str, list[Any]] = {}
-    for name, told in lines("benchmarks.eight_ranks", library):
+    for name, told in lines("fake_device.eight_ranks", library):
         assert isinstance(told, dict), told
         seen.setdefault(name, []).append(told)
     for name in eight_ranks.CASES:
@@ -160,7 +161,7 @@ def test_the_first_hour_finds_wrong_programs(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_first_hour_does_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    peer = first_hour.Peer("BertForMaskedLM", first_hour.shape("tiny", 8))
+    peer = first_hour.Peer("BertForMaskedLM", bare.shape("tiny"))
 
     def cannot_compile(**given: torch.Tensor) -> None:
         raise FileNotFoundError("gcc")

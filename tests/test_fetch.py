@@ -226,8 +226,8 @@ def test_a_data_set_comes_whole_and_once(
     line = fetching(catalogue, cache)
     first = good(command(*line))
     target = cache / "group" / "name"
-    found = {p.relative_to(target).as_posix() for p in target.rglob("*") if p.is_file()}
-    assert found == {"In/train/tsv", "In/a", "nested", "c.txt", "SOURCE.json"}
+    files = {p.relative_to(target).as_posix() for p in target.rglob("*") if p.is_file()}
+    assert files == {"In/train/tsv", "In/a", "nested", "c.txt", "SOURCE.json"}
     assert (target / "nested").read_bytes() == inner
     assert (target / "In" / "a").read_bytes() == b"two\n" * 500
     assert f"{url}: {len(body):,} bytes, SHA-256 as in the catalogue" in first.out

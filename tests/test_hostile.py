@@ -266,7 +266,7 @@ def test_names_are_names(
     assert {path.name for path in tmp_path.iterdir()} == kept
 
 
-# ------------------------------------------------------------------------------- what was found
+# --------------------------------------------------------------------------- bugs that were found
 
 
 @pytest.mark.parametrize(

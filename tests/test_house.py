@@ -377,3 +377,16 @@ def test_no_imported_name_is_shadowed(name: str) -> None:
     }
     assert imported & assigned == set()
     assert "found" not in assigned, "say what was found"
+
+
+def test_no_variable_is_called_found() -> None:
+    """Also in tests and benchmarks. The recorded programs in tests/golden stay as they are."""
+    files = [
+        *ROOT.glob("tests/*.py"),
+        *ROOT.glob("tests/faults/*.py"),
+        *ROOT.glob("benchmarks/*.py"),
+    ]
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                assert node.id != "found", f"{file.name}:{node.lineno}: say what was found"

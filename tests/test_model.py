@@ -337,10 +337,10 @@ def test_another_head_keeps_what_fits(
     before = checkpoints.fresh(SMALL, LETTERS, seed=1)
     if old is not None:
         before, _, _ = before.with_head(old, seed=2)
-    after, found_fresh, found_dropped = before.with_head(new, seed=3)
+    after, made_fresh, left_out = before.with_head(new, seed=3)
     assert after.head == new
-    assert set(found_fresh) == fresh
-    assert set(found_dropped) == dropped
+    assert set(made_fresh) == fresh
+    assert set(left_out) == dropped
     assert set(after.weights) == set(before.weights) - dropped | fresh
     after.model()
     for name, weight in after.weights.items():

@@ -127,11 +127,11 @@ def test_sequences_in_every_form(
         write(tmp_path / f"g.{form}", rows)
     write(tmp_path / "h.csv", [{**row, "label": "x"} for row in rows])
     for file in sorted(tmp_path.iterdir()):
-        found = predict(forks, run, file)
-        assert answers(found) == answers(expected), file
-        assert [row["input"] for row in found] == texts, file
+        predicted = predict(forks, run, file)
+        assert answers(predicted) == answers(expected), file
+        assert [row["input"] for row in predicted] == texts, file
         if file.name[0] in "abcgh":
-            assert [row["id"] for row in found] == [f"s{i}" for i in range(20)], file
+            assert [row["id"] for row in predicted] == [f"s{i}" for i in range(20)], file
 
 
 REFUSED = {
@@ -210,10 +210,10 @@ def test_real_sequences(shared: Path, forks: Forks, tmp_path: Path) -> None:
     store, run = trained(
         forks, tmp_path, CLASSIFY, ["dna", "--input", ecoli], "train.steps=2", "batch.max_tokens=64"
     )
-    found = predict(forks, run, ecoli)
+    predicted = predict(forks, run, ecoli)
     lines = ecoli.read_text().split()[1:]
-    assert [row["input"] for row in found] == [line.split(",")[0].upper() for line in lines]
-    by_text = {row["input"]: row["label"] for row in found}
+    assert [row["input"] for row in predicted] == [line.split(",")[0].upper() for line in lines]
+    by_text = {row["input"]: row["label"] for row in predicted}
     opened = open_store(store)
     tokens, letters = opened.split("test").columns["tokens"], opened.tokenizer().pieces
     for row, said in enumerate(of_split(forks, run, store, "test")):
@@ -247,16 +247,16 @@ def test_real_sequences(shared: Path, forks: Forks, tmp_path: Path) -> None:
         ["protein/localization", "--input", places, "--longest", 50],
         "train.steps=2",
     )
-    found = predict(forks, run, places / "ER.fasta")
+    predicted = predict(forks, run, places / "ER.fasta")
     heads = [
         line[1:].split()[0]
         for line in (places / "ER.fasta").read_text().splitlines()
         if line.startswith(">")
     ]
-    assert [row["id"] for row in found] == heads
-    assert max(len(row["input"]) for row in found) == 50  # cut as in training
+    assert [row["id"] for row in predicted] == heads
+    assert max(len(row["input"]) for row in predicted) == 50  # cut as in training
     known = {row["id"]: row["label"] for row in of_split(forks, run, store, "train")}
-    assert {row["id"]: row["label"] for row in found}.items() >= {
+    assert {row["id"]: row["label"] for row in predicted}.items() >= {
         name: label for name, label in known.items() if name in heads
     }.items()
 
@@ -265,12 +265,12 @@ def test_splice_as_it_is_published(
     learned: dict[str, Path], data: Toys, forks: Forks, tmp_path: Path
 ) -> None:
     """UCI's file, which holds labels and names beside the sequences."""
-    found = predict(forks, learned["splice"], data.raw / "splice.data")
+    predicted = predict(forks, learned["splice"], data.raw / "splice.data")
     lines = [line.split(",") for line in (data.raw / "splice.data").read_text().splitlines()]
-    assert [row["input"] for row in found] == [sequence for *_, sequence in lines]
+    assert [row["input"] for row in predicted] == [sequence for *_, sequence in lines]
     (tmp_path / "a.fasta").write_text("".join(f">{n}\n{s}\n" for _, n, s in lines))
     again = predict(forks, learned["splice"], tmp_path / "a.fasta")
-    assert answers(again) == answers(found)
+    assert answers(again) == answers(predicted)
     assert [row["id"] for row in again] == [name for _, name, _ in lines]
 
 
@@ -292,11 +292,13 @@ def test_texts_in_every_form(
         bare = [{c: row[c] for c in columns} for row in whole]
         for form in ("csv", "jsonl", "parquet"):
             for rows in (whole, bare, [{"id": str(i), **row} for i, row in enumerate(bare)]):
-                found = predict(forks, run, write(tmp_path / f"{name}.{form}", rows))
-                assert answers(found) == expected
+                predicted = predict(forks, run, write(tmp_path / f"{name}.{form}", rows))
+                assert answers(predicted) == expected
                 shown = ["input", "input_b"][: len(columns)]
-                assert [[r[c] for c in shown] for r in found] == [list(r.values()) for r in bare]
-                assert [r.get("id") for r in found] == [r.get("id") for r in rows]
+                assert [[r[c] for c in shown] for r in predicted] == [
+                    list(r.values()) for r in bare
+                ]
+                assert [r.get("id") for r in predicted] == [r.get("id") for r in rows]
 
 
 def test_other_files_are_refused(
@@ -328,18 +330,18 @@ def test_pieces(shared: Path, forks: Forks, tmp_path: Path) -> None:
     table = write(tmp_path / "maestro.csv", few)
     task = ["music/maestro", "--input", table, "--segment", 60]
     store, run = trained(forks, tmp_path, CLASSIFY, task, "train.steps=20", "batch.max_tokens=62")
-    found = predict(forks, run, table)
-    assert [row["id"] for row in found] == [row["midi_filename"] for row in few]
+    predicted = predict(forks, run, table)
+    assert [row["id"] for row in predicted] == [row["midi_filename"] for row in few]
     names = [{k: v for k, v in row.items() if k == "midi_filename"} for row in few]
-    assert answers(predict(forks, run, write(tmp_path / "names.csv", names))) == answers(found)
-    opened, said = open_store(store), {row["id"]: row["label"] for row in found}
+    assert answers(predict(forks, run, write(tmp_path / "names.csv", names))) == answers(predicted)
+    opened, said = open_store(store), {row["id"]: row["label"] for row in predicted}
     for split in opened.splits:
         pieces = [row for row in few if row["split"].startswith(split)]
         right = np.mean([said[row["midi_filename"]] == row["canonical_composer"] for row in pieces])
         score = read_json(run / "result.json")["metrics"].get(split, {}).get("accuracy")
         assert split == "train" or right == pytest.approx(score)
     one = predict(forks, run, tmp_path / few[0]["midi_filename"])
-    assert answers(one) == answers(found)[:1]
+    assert answers(one) == answers(predicted)[:1]
     year = Path(few[0]["midi_filename"]).parent
     there = predict(forks, run, tmp_path / year)
     assert {row["id"]: row["label"] for row in there} == {
@@ -391,18 +393,18 @@ def test_questions(shared: Path, data: Toys, forks: Forks, tmp_path: Path) -> No
     files = [tmp_path / "dev.json", tmp_path / "hidden.json"]
     files += [write(tmp_path / f"rows.{form}", rows) for form in ("jsonl", "csv", "json")]
     for file in files:
-        found = predict(forks, run, file)
-        assert {row["id"]: row["answer"] for row in found} == expected, file
-        assert [(row["id"], row["input"]) for row in found] == [one[:2] for one in asked]
+        predicted = predict(forks, run, file)
+        assert {row["id"]: row["answer"] for row in predicted} == expected, file
+        assert [(row["id"], row["input"]) for row in predicted] == [one[:2] for one in asked]
     again = tmp_path / "again.json"
     good(forks.run("evaluate.py", run, f"input={tmp_path / 'hidden.json'}", f"out={again}"))
     assert json.loads(again.read_text()) == expected  # in the form of SQuAD's script
     bare = write(
         tmp_path / "bare.csv", [{k: row[k] for k in ("question", "context")} for row in rows]
     )
-    found = predict(forks, run, bare)
-    assert [row["answer"] for row in found] == list(expected.values())
-    assert [row["id"] for row in found] == [str(i) for i in range(12)]
+    predicted = predict(forks, run, bare)
+    assert [row["answer"] for row in predicted] == list(expected.values())
+    assert [row["id"] for row in predicted] == [str(i) for i in range(12)]
     assert {row["answer"] for row in predict(forks, run, bare, "threshold=-1e9")} == {""}
     (tmp_path / "x.csv").write_text("question\nwho?\n")
     refused(
@@ -439,9 +441,9 @@ def test_words(data: Toys, forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "unknown.txt").write_text("\n\n".join(unknown))
     files = "plain.txt columns.txt tabs.txt words.txt unknown.txt words.conll test.conll"
     for name in files.split():
-        found = predict(forks, run, tmp_path / name)
-        assert [row["labels"] for row in found] == expected, name
-        assert [row["input"] for row in found] == plain, name
+        predicted = predict(forks, run, tmp_path / name)
+        assert [row["labels"] for row in predicted] == expected, name
+        assert [row["input"] for row in predicted] == plain, name
     (tmp_path / "x.jsonl").write_text('{"text": "bam"}\n')
     refused(
         forks.run("evaluate.py", run, f"input={tmp_path / 'x.jsonl'}"), "give one sentence per line"
@@ -467,8 +469,8 @@ def test_amino_acids(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("\n".join(text for _, text in some))
     (tmp_path / "c.txt").write_text("\n".join(" ".join(text) for _, text in some))
     for name in ("a.fasta", "b.txt", "c.txt"):
-        found = predict(forks, run, tmp_path / name)
-        assert [row["labels"] for row in found] == expected, name
+        predicted = predict(forks, run, tmp_path / name)
+        assert [row["labels"] for row in predicted] == expected, name
     assert [row["id"] for row in predict(forks, run, tmp_path / "a.fasta")] == [n for n, _ in some]
 
 
@@ -518,11 +520,11 @@ def test_odd_texts_in_every_table(
         good(forks.run("evaluate.py", learned[name], f"input={file}", f"out={out}"))
         with out.open(newline="") as opened:
             text = opened.read()
-        found = read(text)
-        same(text, found)
+        table = read(text)
+        same(text, table)
         for shown in ["input", "input_b"][: len(columns)]:
-            assert [row[shown] for row in found] == ODD
-        assert [row["id"] for row in found] == ODD
+            assert [row[shown] for row in table] == ODD
+        assert [row["id"] for row in table] == ODD
 
 
 def test_a_table_of_anything() -> None:

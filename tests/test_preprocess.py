@@ -93,23 +93,23 @@ def test_tokenizer(base, tmp_path, kind):
     arguments = ["tokenizer", "--kind", kind, "--input", base / "corpus.txt", "--vocab-size", size]
     said = run(*arguments, "--output", tmp_path / "a")
     run(*arguments, "--output", tmp_path / "b")
-    found = tokenizers.load_tokenizer(tmp_path / "a")
-    assert f"{len(found):,} pieces" in said
-    assert len(found) <= size
-    assert found.fingerprint == tokenizers.load_tokenizer(tmp_path / "b").fingerprint
-    ids = found.encode_batch([SENTENCES[0]])[0]
+    tokenizer = tokenizers.load_tokenizer(tmp_path / "a")
+    assert f"{len(tokenizer):,} pieces" in said
+    assert len(tokenizer) <= size
+    assert tokenizer.fingerprint == tokenizers.load_tokenizer(tmp_path / "b").fingerprint
+    ids = tokenizer.encode_batch([SENTENCES[0]])[0]
     assert len(ids) > 5
-    assert found.special["unk"] not in ids
-    cased = found.decode(ids)
+    assert tokenizer.special["unk"] not in ids
+    cased = tokenizer.decode(ids)
     assert ("T" in cased) == (kind != "wordpiece")
 
 
 def test_tokenizer_options(base, tmp_path):
     arguments = ["--input", base / "corpus.txt", "--vocab-size", 150, "--cased"]
     run("tokenizer", "--kind", "wordpiece", *arguments, "--output", tmp_path / "t")
-    found = tokenizers.load_tokenizer(tmp_path / "t")
-    assert found.special["unk"] not in found.encode_batch(["The A In"])[0]
-    assert "T" in found.pieces
+    tokenizer = tokenizers.load_tokenizer(tmp_path / "t")
+    assert tokenizer.special["unk"] not in tokenizer.encode_batch(["The A In"])[0]
+    assert "T" in tokenizer.pieces
     assert tokenizers.load_tokenizer(base / "acgt").pieces[5:] == list("ACGT")
 
 
@@ -131,10 +131,10 @@ def expected(
             elif held:
                 documents.append("\n".join(held))
                 held = []
-    found = []
+    pieces = []
     for ids in tokenizer.encode_batch(documents):
-        found += [ids[i : i + most].tolist() for i in range(0, len(ids), most)]
-    return found
+        pieces += [ids[i : i + most].tolist() for i in range(0, len(ids), most)]
+    return pieces
 
 
 CONTENT = (
@@ -160,18 +160,18 @@ def test_text_falls_into_documents_and_rows(base, tmp_path, kind, options):
         "--workers",
         1,
     )
-    found = open_store(tmp_path / "s")
+    store = open_store(tmp_path / "s")
     skip = re.compile(options[1]) if options[:1] == ["--skip-lines"] else None
-    wanted = expected(CONTENT, TextOptions("--lines" in options, skip), 7, found.tokenizer())
-    assert rows(found, "train") == rows(found, "valid") == wanted
+    wanted = expected(CONTENT, TextOptions("--lines" in options, skip), 7, store.tokenizer())
+    assert rows(store, "train") == rows(store, "valid") == wanted
     assert max(map(len, wanted)) == 7
     assert min(map(len, wanted)) < 7
     assert f"train {len(wanted)} rows, {sum(map(len, wanted))} tokens" in said
     left = [line for line in CONTENT.split("\n") if not (skip and skip.search(line))]
     words = sum(len(line.split()) for line in left)
-    assert found.meta["splits"]["train"]["words"] == found.split("valid").words == words
+    assert store.meta["splits"]["train"]["words"] == store.split("valid").words == words
     assert f" tokens, {words} words\n" in run("stats", tmp_path / "s")
-    origin = found.meta["origin"]
+    origin = store.meta["origin"]
     assert origin["command"][:2] == ["preprocess.py", "text"]
     assert [source["file"] for source in origin["sources"]] == ["t.txt", "v.txt"]
     assert origin["sources"][0]["bytes"] == len(CONTENT.encode("utf-8-sig"))
@@ -191,9 +191,9 @@ def test_several_files_are_several_documents(base, tmp_path):
         "--output",
         tmp_path / "s",
     )
-    found = open_store(tmp_path / "s")
-    wanted = [ids.tolist() for ids in found.tokenizer().encode_batch(["one", "two", "three"])]
-    assert rows(found, "train") == wanted
+    store = open_store(tmp_path / "s")
+    wanted = [ids.tolist() for ids in store.tokenizer().encode_batch(["one", "two", "three"])]
+    assert rows(store, "train") == wanted
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
@@ -217,16 +217,16 @@ def test_segments_of_a_document_have_the_ids_of_the_whole(base, tmp_path, monkey
             monkeypatch.setattr(documents, "SEGMENT", segment)
             seen: list[int] = []
             segments = read_documents([tmp_path / "t.txt"], options, seen.append)
-            encoder, found, new = CachedEncoder(tokenizer), [], True
+            encoder, per_document, new = CachedEncoder(tokenizer), [], True
             for piece, ends in segments:
                 assert len(piece) <= 5 * segment
                 values = encoder.encode([piece])[0].tolist()
                 if new:
-                    found.append(values)
+                    per_document.append(values)
                 else:
-                    found[-1] += values
+                    per_document[-1] += values
                 new = ends
-            assert [ids for ids in found if ids] == wanted
+            assert [ids for ids in per_document if ids] == wanted
             assert sum(seen) == len(content.encode())
 
 
@@ -257,10 +257,10 @@ def test_memory_does_not_grow_with_one_huge_line(base, tmp_path):
         )
         peaks.append(int(done.stdout.split()[-1]) / 1024)
     assert peaks[1] - peaks[0] < 100  # MB; the words of 7 MB of text as a list take 120
-    found = open_store(tmp_path / "t").split("train")
+    split = open_store(tmp_path / "t").split("train")
     once = len(tokenizers.load_tokenizer(base / "wordpiece").encode_batch([" ".join(SENTENCES)])[0])
-    assert found.tokens == 40_000 * once
-    assert found.rows == -(-found.tokens // 510)
+    assert split.tokens == 40_000 * once
+    assert split.rows == -(-split.tokens // 510)
 
 
 # ------------------------------------------------------------------------------ task tsv
@@ -283,10 +283,10 @@ def test_task_from_one_file_is_split_without_duplicates(base, tmp_path):
         "--output",
     ]
     run(*arguments, tmp_path / "s")
-    found = open_store(tmp_path / "s")
-    assert (found.kind, found.metric, found.labels) == ("class", "accuracy", ["a", "b"])
-    texts = {split: [tuple(row) for row in rows(found, split)] for split in found.splits}
-    assert {split: len(found) for split, found in texts.items()} == pytest.approx(
+    store = open_store(tmp_path / "s")
+    assert (store.kind, store.metric, store.labels) == ("class", "accuracy", ["a", "b"])
+    texts = {split: [tuple(row) for row in rows(store, split)] for split in store.splits}
+    assert {split: len(its_rows) for split, its_rows in texts.items()} == pytest.approx(
         {"train": 270, "valid": 15, "test": 15}, abs=2
     )
     sets = [set(texts[split]) for split in texts]
@@ -294,18 +294,18 @@ def test_task_from_one_file_is_split_without_duplicates(base, tmp_path):
     assert Counter(row for split in texts.values() for row in split) == Counter(
         tuple(ids.tolist())
         for line in [*lines[1:], *lines[1:101]]
-        for ids in found.tokenizer().encode_batch([line.split("\t")[0]])
+        for ids in store.tokenizer().encode_batch([line.split("\t")[0]])
     )
-    for split in found.splits:  # every row keeps its own label
-        labels = found.split(split).columns["label"]
+    for split in store.splits:  # every row keeps its own label
+        labels = store.split(split).columns["label"]
         assert labels.dtype == np.int64
-        for row, label in zip(rows(found, split), labels, strict=True):
-            number = int(found.tokenizer().decode(row).split()[-1])
+        for row, label in zip(rows(store, split), labels, strict=True):
+            number = int(store.tokenizer().decode(row).split()[-1])
             assert label == number % 2
     run(*arguments, tmp_path / "again")
     run(*arguments, tmp_path / "other", "--seed", 1)
     again, other = open_store(tmp_path / "again"), open_store(tmp_path / "other")
-    assert rows(again, "test") == rows(found, "test") != rows(other, "test")
+    assert rows(again, "test") == rows(store, "test") != rows(other, "test")
     assert other.meta["origin"]["seed"] == 1
 
 
@@ -339,18 +339,18 @@ def test_task_from_a_directory(base, tmp_path):
         "--output",
         tmp_path / "s",
     )
-    found = open_store(tmp_path / "s")
-    assert found.splits == ["train", "valid", "test"]
-    assert (found.metric, found.labels) == ("f1", ["0", "1"])
-    decode = found.tokenizer().decode
-    pairs = zip(rows(found, "train"), rows(found, "train", "tokens_b"), strict=True)
+    store = open_store(tmp_path / "s")
+    assert store.splits == ["train", "valid", "test"]
+    assert (store.metric, store.labels) == ("f1", ["0", "1"])
+    decode = store.tokenizer().decode
+    pairs = zip(rows(store, "train"), rows(store, "train", "tokens_b"), strict=True)
     assert [(decode(one), decode(two)) for one, two in pairs] == [
         ('He said "yes', 'no quote" there'),
         ("b", "c"),
     ]
-    assert found.split("train").columns["label"].tolist() == [1, 0]
-    assert found.split("test").columns["label"].tolist() == [-1, -1]
-    columns = found.meta["origin"]["columns"]
+    assert store.split("train").columns["label"].tolist() == [1, 0]
+    assert store.split("test").columns["label"].tolist() == [-1, -1]
+    columns = store.meta["origin"]["columns"]
     assert {name: columns[name] for name in ("text", "text_b", "label")} == {
         "text": "one",
         "text_b": "two",
@@ -383,12 +383,12 @@ def test_task_with_scores_in_a_quoted_csv(base, tmp_path):
         "--output",
         tmp_path / "s",
     )
-    found = open_store(tmp_path / "s")
-    assert (found.kind, found.metric, found.labels) == ("score", "spearman", [])
-    assert found.tokenizer().decode(rows(found, "train")[0]) == 'a, "b"\nsecond line'
-    assert found.split("train").columns["label"].dtype == np.float32
-    assert found.split("train").columns["label"].tolist() == [1.5, -2.0]
-    assert np.isnan(found.split("test").columns["label"]).all()
+    store = open_store(tmp_path / "s")
+    assert (store.kind, store.metric, store.labels) == ("score", "spearman", [])
+    assert store.tokenizer().decode(rows(store, "train")[0]) == 'a, "b"\nsecond line'
+    assert store.split("train").columns["label"].dtype == np.float32
+    assert store.split("train").columns["label"].tolist() == [1.5, -2.0]
+    assert np.isnan(store.split("test").columns["label"]).all()
 
 
 def test_task_options(base, tmp_path):
@@ -418,10 +418,10 @@ def test_task_options(base, tmp_path):
         "--output",
         tmp_path / "s",
     )
-    found = open_store(tmp_path / "s")
-    assert found.tokenizer().decode(rows(found, "train")[0]) == "it's; quoted"
-    assert found.labels == ["b", "c", "a"]
-    assert found.split("train").columns["label"].tolist() == [0, 2]
+    store = open_store(tmp_path / "s")
+    assert store.tokenizer().decode(rows(store, "train")[0]) == "it's; quoted"
+    assert store.labels == ["b", "c", "a"]
+    assert store.split("train").columns["label"].tolist() == [0, 2]
 
 
 # ------------------------------------------------------------------------------ task dna/splice
@@ -435,32 +435,32 @@ def test_splice(tmp_path):
         lines.append(f"{('EI', 'IE', 'N')[i % 3]},   NAME-{i},     {sequence}")
     (tmp_path / "splice.data").write_text("\n".join(lines) + "\n\n")
     run("task", "dna/splice", "--input", tmp_path, "--output", tmp_path / "s")
-    found = open_store(tmp_path / "s")
-    assert found.labels == ["EI", "IE", "N"]
-    assert found.tokenizer().pieces[5:] == list("ACGTDNRS")
-    assert [found.split(split).rows for split in found.splits] == [90, 5, 5]
-    assert found.meta["origin"]["columns"]["text"] == "sequence"
+    store = open_store(tmp_path / "s")
+    assert store.labels == ["EI", "IE", "N"]
+    assert store.tokenizer().pieces[5:] == list("ACGTDNRS")
+    assert [store.split(split).rows for split in store.splits] == [90, 5, 5]
+    assert store.meta["origin"]["columns"]["text"] == "sequence"
     known = {line.split(",")[2].strip(): line.split(",")[0] for line in lines}
-    decode = found.tokenizer().decode
-    for row, label in zip(rows(found, "test"), found.split("test").columns["label"], strict=True):
-        assert known[decode(row)] == found.labels[label]
+    decode = store.tokenizer().decode
+    for row, label in zip(rows(store, "test"), store.split("test").columns["label"], strict=True):
+        assert known[decode(row)] == store.labels[label]
 
 
 @real
 def test_splice_as_it_is_published(tmp_path):
     run("task", "dna/splice", "--input", SHARED / "dna/uci_splice", "--output", tmp_path / "s")
-    found = open_store(tmp_path / "s")
+    store = open_store(tmp_path / "s")
     counts: Counter[str] = Counter()
     sequences = {}
-    for split in found.splits:
-        counts.update(found.labels[i] for i in found.split(split).columns["label"])
-        sequences[split] = {tuple(row) for row in rows(found, split)}
+    for split in store.splits:
+        counts.update(store.labels[i] for i in store.split(split).columns["label"])
+        sequences[split] = {tuple(row) for row in rows(store, split)}
         assert all(len(row) == 60 for row in sequences[split])
-        assert found.tokenizer().special["unk"] not in set().union(*sequences[split])
+        assert store.tokenizer().special["unk"] not in set().union(*sequences[split])
     assert counts == {"EI": 767, "IE": 768, "N": 1655}
     assert not sequences["train"] & (sequences["valid"] | sequences["test"])
     assert not sequences["valid"] & sequences["test"]
-    assert abs(found.split("test").rows - 160) < 5
+    assert abs(store.split("test").rows - 160) < 5
 
 
 @real
@@ -482,9 +482,9 @@ def test_tasks_as_they_are_published(base, tmp_path):
         "f1",
         *arguments,
     )
-    found = open_store(tmp_path / "s")
-    assert [found.split(split).rows for split in found.splits] == [3668, 408, 1725]
-    assert np.bincount(found.split("train").columns["label"]).tolist() == [1194, 2474]
+    store = open_store(tmp_path / "s")
+    assert [store.split(split).rows for split in store.splits] == [3668, 408, 1725]
+    assert np.bincount(store.split("train").columns["label"]).tolist() == [1194, 2474]
     run(
         "task",
         "tsv",
@@ -500,9 +500,9 @@ def test_tasks_as_they_are_published(base, tmp_path):
         "score",
         *arguments,
     )
-    found = open_store(tmp_path / "s")
-    assert [found.split(split).rows for split in found.splits] == [5749, 1500, 1379]
-    scores = found.split("train").columns["label"]
+    store = open_store(tmp_path / "s")
+    assert [store.split(split).rows for split in store.splits] == [5749, 1500, 1379]
+    scores = store.split("train").columns["label"]
     assert (scores.min(), scores.max()) == (0, 5)
 
 
@@ -529,8 +529,8 @@ def test_stats(base, tmp_path):
         tmp_path / "s",
     )
     said = run("stats", tmp_path / "s", "--json", tmp_path / "f.json")
-    found = json.loads((tmp_path / "f.json").read_text())["splits"]
-    train = found["train"]
+    about = json.loads((tmp_path / "f.json").read_text())["splits"]
+    train = about["train"]
     assert train["lengths"]["tokens"] == {"mean": 2.0, "min": 1, "median": 1.5, "max": 4}
     assert (train["rows"], train["tokens"], train["distinct_ids"]) == (4, 8, 5)
     assert train["unknown_share"] == 1 / 8
@@ -539,8 +539,8 @@ def test_stats(base, tmp_path):
     assert train["unigram_perplexity"] == pytest.approx(np.exp(train["unigram_entropy"]))
     assert train["labels"] == {"x": 1, "y": 3}
     # each training count plus one, over 9 pieces, so that C has 2 of 17
-    assert found["test"]["cross_entropy_under_train"] == pytest.approx(-np.log(2 / 17))
-    assert found["test"]["labels"] == {"x": 0, "y": 0, "(none)": 1}
+    assert about["test"]["cross_entropy_under_train"] == pytest.approx(-np.log(2 / 17))
+    assert about["test"]["labels"] == {"x": 0, "y": 0, "(none)": 1}
     assert "4 rows, 8 tokens" in said
     assert "12.500% unknown" in said
 

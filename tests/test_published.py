@@ -71,8 +71,8 @@ def test_the_command_brings_in_a_vocabulary(tmp_path):
     said = good(command(*arguments, tmp_path / "cased", "--cased")).out
     assert "of 9 pieces, 0." in said
     for name, ids in (("low", [5, 7, 8]), ("cased", [6, 7, 8])):
-        found = tokenizers.load_tokenizer(tmp_path / name)
-        np.testing.assert_array_equal(found.encode_batch(["Hello worlds"])[0], ids)
+        tokenizer = tokenizers.load_tokenizer(tmp_path / name)
+        np.testing.assert_array_equal(tokenizer.encode_batch(["Hello worlds"])[0], ids)
     done = command(*arguments, tmp_path / "low")
     refused(done, "low exists; give another output, or --overwrite")
 
@@ -118,10 +118,10 @@ def unigram(**changes: object) -> str:
 def test_albert_s_tokenizer_json_of_old(tmp_path):
     """The earliest files do not name the kind of prefix, and join spaces at the end."""
     put(tmp_path, {"tokenizer.json": unigram()})
-    found = published.import_tokenizer(tmp_path)
-    assert found.meta["normalisation"] == {"lowercase": True, "keep_accents": False}
+    tokenizer = published.import_tokenizer(tmp_path)
+    assert tokenizer.meta["normalisation"] == {"lowercase": True, "keep_accents": False}
     # "b" after a space is "▁" and "b". "<pad>" is not a special token here, so it is split up.
-    assert found.encode_batch(["Áb  b <pad>"])[0].tolist() == [5, 6, 7, 6, 7, 1]
+    assert tokenizer.encode_batch(["Áb  b <pad>"])[0].tolist() == [5, 6, 7, 6, 7, 1]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -153,8 +153,10 @@ def test_studies_follow_their_papers(scale: str, tmp_path: Path) -> None:
         "huang2021-heads",
         "huang2021-intermediate",
     ):
-        found = {recipe.optim.weight_decay for job, recipe in runs(name) if job.stage != "pretrain"}
-        assert found == {0.0}, name
+        decays = {
+            recipe.optim.weight_decay for job, recipe in runs(name) if job.stage != "pretrain"
+        }
+        assert decays == {0.0}, name
     if scale == "paper":  # Chiang & Lee, table 2
         words = next(recipe for job, recipe in runs("chiang2020-table6") if job.stage == "words")
         found_words = (words.batch.rows, words.optim.lr, words.train.steps, words.optim.warmup)

@@ -36,22 +36,22 @@ def test_the_best_span_equals_a_triple_loop(length: int) -> None:
     lengths[0] = length - second[0]
     # the highest start and end are further apart than an answer may be
     logits[0, second[0], 0] = logits[0, length - 1, 1] = 50.0
-    found = span.best_spans(logits, second, lengths)
+    spans = span.best_spans(logits, second, lengths)
     for row in range(rows):
         best = (-np.inf, -1, -1)
         for first in range(int(lengths[row])):
             for last in range(first, min(int(lengths[row]), first + span.LONGEST)):
                 start, end = logits[row, second[row] + first, 0], logits[row, second[row] + last, 1]
                 best = max(best, (float(start + end), first, last))
-        assert found[row, 0] == logits[row, 0].sum()
-        assert found[row, 1] == pytest.approx(best[0], rel=1e-6)
-        assert found[row, 2:].tolist() == list(best[1:])
+        assert spans[row, 0] == logits[row, 0].sum()
+        assert spans[row, 1] == pytest.approx(best[0], rel=1e-6)
+        assert spans[row, 2:].tolist() == list(best[1:])
 
 
 def test_an_empty_window_has_no_answer() -> None:
-    found = span.best_spans(torch.zeros(1, 4, 2), torch.tensor([3]), torch.tensor([0]))
-    assert found[0, 1] == -torch.inf
-    assert found[0, 2] < 0
+    spans = span.best_spans(torch.zeros(1, 4, 2), torch.tensor([3]), torch.tensor([0]))
+    assert spans[0, 1] == -torch.inf
+    assert spans[0, 2] < 0
 
 
 def squad(rng: np.random.Generator, paragraphs: int, questions: int) -> dict[str, object]:
@@ -204,16 +204,16 @@ def test_the_best_threshold_equals_trying_all(ties: bool) -> None:
         answers = [str(word) for word in rng.choice(vocabulary, n)]
         wanted = [[str(rng.choice(vocabulary[:4]))] if rng.random() < 0.6 else [] for _ in range(n)]
         margin = rng.integers(-2, 3, n).astype(float) if ties else rng.normal(size=n)
-        found = span.squad_with_threshold(answers, margin, wanted)
+        scores = span.squad_with_threshold(answers, margin, wanted)
         tried = []
         for threshold in [margin.min() - 1, *margin]:
             chosen = ["" if m > threshold else a for a, m in zip(answers, margin, strict=True)]
             tried.append(span.squad(chosen, wanted))
-        assert found["best_exact_match"] == pytest.approx(max(t["exact_match"] for t in tried))
-        assert found["best_f1"] == pytest.approx(max(t["f1"] for t in tried))
-        at = found["best_threshold"]
+        assert scores["best_exact_match"] == pytest.approx(max(t["exact_match"] for t in tried))
+        assert scores["best_f1"] == pytest.approx(max(t["f1"] for t in tried))
+        at = scores["best_threshold"]
         chosen = ["" if m > at else a for a, m in zip(answers, margin, strict=True)]
-        assert span.squad(chosen, wanted)["f1"] == pytest.approx(found["best_f1"])
+        assert span.squad(chosen, wanted)["f1"] == pytest.approx(scores["best_f1"])
 
 
 # the official script's EM and F1 in percent: of all questions, with an answer, without one
@@ -248,9 +248,9 @@ OFFICIAL = {
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_metrics_equal_the_official_script(shared: Path, name: str) -> None:
     texts, wanted = official(shared, name)
-    found = span.squad(texts, wanted)
+    ours = span.squad(texts, wanted)
     kinds = ("", "answerable_", "unanswerable_")
-    values = [100 * found[f"{kind}{m}"] for kind in kinds for m in ("exact_match", "f1")]
+    values = [100 * ours[f"{kind}{m}"] for kind in kinds for m in ("exact_match", "f1")]
     assert values == pytest.approx(OFFICIAL[name], rel=1e-12)
 
 
@@ -270,7 +270,7 @@ def test_thresholds_equal_the_official_script(shared: Path, name: str) -> None:
     """The same as `evaluate-v2.0.py --na-prob-file`.
 
     A question above the threshold counts as not answered, which is correct if it has no answer. The
-    best threshold is found by trying all.
+    best threshold comes from trying all.
     """
     texts, wanted = official(shared, name)
     rng = np.random.default_rng(3)
@@ -280,10 +280,10 @@ def test_thresholds_equal_the_official_script(shared: Path, name: str) -> None:
     none = np.array([float(not w) for w in wanted])
     for threshold in (0.0, -0.7, 1.5):
         scores = np.where(margin[:, None] > threshold, none[:, None], each)
-        found = span.squad(span.answered(texts, margin, threshold), wanted)
-        assert [found["exact_match"], found["f1"]] == pytest.approx(scores.mean(0), rel=1e-12)
+        ours = span.squad(span.answered(texts, margin, threshold), wanted)
+        assert [ours["exact_match"], ours["f1"]] == pytest.approx(scores.mean(0), rel=1e-12)
         for kind, which in (("answerable_", none == 0), ("unanswerable_", none == 1)):
-            assert found[f"{kind}f1"] == pytest.approx(scores[which, 1].mean(), rel=1e-12)
+            assert ours[f"{kind}f1"] == pytest.approx(scores[which, 1].mean(), rel=1e-12)
     everything = span.answered(texts, margin, 99.0)  # all margins are below this threshold
     assert 100 * span.squad(everything, wanted)["f1"] == pytest.approx(OFFICIAL[name][1])
     nothing = span.squad(span.answered(texts, margin, -99.0), wanted)
@@ -295,11 +295,11 @@ def test_thresholds_equal_the_official_script(shared: Path, name: str) -> None:
         current += each[i, 1] if wanted[i] else (-1 if texts[i] else 0)
         if current > best:
             best, at = current, margin[i]
-    found = span.squad_with_threshold(texts, margin, wanted)
-    assert found["best_f1"] == pytest.approx(best / 11873, rel=1e-12)
-    assert found["best_threshold"] == at
+    ours = span.squad_with_threshold(texts, margin, wanted)
+    assert ours["best_f1"] == pytest.approx(best / 11873, rel=1e-12)
+    assert ours["best_threshold"] == at
     best_answers = span.squad(span.answered(texts, margin, at), wanted)
-    assert best_answers["f1"] == pytest.approx(found["best_f1"], rel=1e-12)
+    assert best_answers["f1"] == pytest.approx(ours["best_f1"], rel=1e-12)
 
 
 # ---------------------------------------------------------------------------------- end to end
@@ -370,17 +370,17 @@ def the_threshold_is_recorded(forks: Forks, run: Path, store: Path, file: Path) 
                 f"threshold={limit}",
             )
         )
-        found = read(file)
-        assert found.threshold == float(limit)
-        shown = [f"valid {name} {value:.4f}" for name, value in found.metrics().items()]
+        kept = read(file)
+        assert kept.threshold == float(limit)
+        shown = [f"valid {name} {value:.4f}" for name, value in kept.metrics().items()]
         assert done.out.splitlines() == shown
     split = open_store(store).split("valid")
-    assert np.array_equal(found.arrays["label"], split.columns["label"])
+    assert np.array_equal(kept.arrays["label"], split.columns["label"])
     names = ("no_answer", "best", "first", "last", "loss")
-    outputs = np.column_stack([found.arrays[name] for name in names])
-    assert found.questions is not None
-    assert found.questions.right == span.right_answers(split)
-    said = dict(zip(found.questions.id, found.questions.answer, strict=True))
+    outputs = np.column_stack([kept.arrays[name] for name in names])
+    assert kept.questions is not None
+    assert kept.questions.right == span.right_answers(split)
+    said = dict(zip(kept.questions.id, kept.questions.answer, strict=True))
     assert said == span.by_question(outputs, split, 1e9)
 
 
@@ -394,7 +394,7 @@ def answers_of_transformers(
     good(forks.run("-m", "xformer.convert", "to-hf", run, directory / "theirs"))
     model = transformers.AutoModelForQuestionAnswering.from_pretrained(directory / "theirs").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "theirs")
-    found = {}
+    answers = {}
     for paragraph in raw["data"][0]["paragraphs"]:
         for qa in paragraph["qas"]:
             # the windows of the store, which start at every fifth word
@@ -424,8 +424,8 @@ def answers_of_transformers(
                         if (value := float(start[first] + end[last])) > best:
                             begins, ends = int(spans_of[i, first, 0]), int(spans_of[i, last, 1])
                             best, text = value, paragraph["context"][begins:ends]
-            found[qa["id"]] = "" if null > best else text
-    return found
+            answers[qa["id"]] = "" if null > best else text
+    return answers
 
 
 def test_other_stores_are_refused(forks: Forks, data: toys.Toys, tmp_path: Path) -> None:

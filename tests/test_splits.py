@@ -335,11 +335,11 @@ def test_classes_in_proportion(forks: Forks, tmp_path: Path) -> None:
     for seed in ("0", "1"):
         good(task(forks, "protein", path, "--stratify", "--seed", seed))
         store = open_store(tmp_path / "store")
-        found = classes(store)
+        by_split = classes(store)
         for part in ("valid", "test"):
             for name, count in whole.items():
-                assert found[part][name] == pytest.approx(0.05 * count, abs=2)
-        assert found["train"]["two"] == 2
+                assert by_split[part][name] == pytest.approx(0.05 * count, abs=2)
+        assert by_split["train"]["two"] == 2
         assert sizes(store)["test"] == pytest.approx(0.05 * len(rows), abs=2)
         of_split = [
             {bytes(c[i]) for i in range(len(c))}
@@ -356,12 +356,12 @@ def test_a_class_that_a_split_lacks(forks: Forks, tmp_path: Path) -> None:
     path = write(rows, tmp_path / "a.csv")
     for options in ([], ["--stratify"]):
         done = good(task(forks, "protein", path, *options))
-        found = classes(open_store(tmp_path / "store"))
+        counts = classes(open_store(tmp_path / "store"))
         for part in ("valid", "test"):
-            if lacking := sorted({"a", "b", "c"} - found[part].keys()):
+            if lacking := sorted({"a", "b", "c"} - counts[part].keys()):
                 said = f"warning: {part} has no rows of {len(lacking)} of the 3 classes: "
                 assert said + ", ".join(lacking) in done.err
-        assert "c" not in found["valid"] or "c" not in found["test"]
+        assert "c" not in counts["valid"] or "c" not in counts["test"]
     rows = [
         {**row, "set": "test" if i % 2 and row["label"] != "c" else "train"}
         for i, row in enumerate(rows)
@@ -379,12 +379,12 @@ def test_classes_of_real_proteins(shared: Path, forks: Forks, tmp_path: Path) ->
     """
     (tmp_path / "in").symlink_to(shared / "protein/localization_multiloc/multiloc")
     done = good(task(forks, "protein/localization", tmp_path / "in", "--stratify"))
-    found = classes(open_store(tmp_path / "store"))
-    whole = sum(found.values(), Counter())
+    counts = classes(open_store(tmp_path / "store"))
+    whole = sum(counts.values(), Counter())
     for part in ("valid", "test"):
-        assert len(found[part]) == 11
+        assert len(counts[part]) == 11
         for name, count in whole.items():
-            assert found[part][name] == pytest.approx(0.05 * count, abs=2)
+            assert counts[part][name] == pytest.approx(0.05 * count, abs=2)
     assert "warning" not in done.err
 
 
@@ -408,5 +408,5 @@ def test_segments_of_a_piece_stay_together(shared: Path, forks: Forks, tmp_path:
         ids = store.split(name).columns["id"]
         pieces.append({ids.text(i).rpartition(":")[0] for i in range(len(ids))})
     assert sum(map(len, pieces)) == len(set().union(*pieces)) == len(few)
-    found, whole = sizes(store), sum(sizes(store).values())
-    assert found["test"] / whole == pytest.approx(0.05, abs=0.04)
+    rows, whole = sizes(store), sum(sizes(store).values())
+    assert rows["test"] / whole == pytest.approx(0.05, abs=0.04)

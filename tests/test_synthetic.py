@@ -98,10 +98,10 @@ CASES = [
 @pytest.mark.parametrize(("generator", "counts", "options"), CASES)
 def test_the_table_holds_the_probabilities_exactly(generator, counts, options):
     corpus = Corpus(generator, 1, (1, 1), 0, **options)
-    found = synthetic.weights(corpus, 1000, counts)
+    weights = synthetic.weights(corpus, 1000, counts)
     wanted = drawn_from(generator, counts, **options)
-    np.testing.assert_allclose(found, wanted, rtol=1e-12)
-    table = synthetic.alias_table(found)
+    np.testing.assert_allclose(weights, wanted, rtol=1e-12)
+    table = synthetic.alias_table(weights)
     columns = len(table.keep)
     assert (columns, table.step.dtype) == (1024, np.uint16)
     keep = table.keep / 2.0**64
@@ -199,14 +199,14 @@ def structure(name: str, push: float, length: int = LENGTH, number: int = 20_000
 
 def depths(length: int, push: float) -> np.ndarray:
     """The probability of each number of open tokens before each step: (length + 1, length + 2)."""
-    found = np.zeros((length + 1, length + 2))
-    found[0, 0] = 1
+    chances = np.zeros((length + 1, length + 2))
+    chances[0, 0] = 1
     for step in range(length):
-        now, after = found[step], found[step + 1]
+        now, after = chances[step], chances[step + 1]
         after[1] = now[0]  # on an empty stack a pop becomes a push
         after[2:] += push * now[1:-1]
         after[:-1] += (1 - push) * now[1:]
-    return found
+    return chances
 
 
 GRAMMARS = [("nesting", 0.4), ("nesting", 0.55), ("flat", 0.4), ("flat", 0.55)]
@@ -277,16 +277,16 @@ def compare_distances(name: str, push: float, expected: np.ndarray) -> None:
     sequence.
     """
     _, opened, pushed, _ = structure(name, push)
-    found = distances(opened, pushed)
-    common = np.flatnonzero(expected * len(found) > 20)
+    counts = distances(opened, pushed)
+    common = np.flatnonzero(expected * len(counts) > 20)
     common = common[common > 0]
     assert len(common) > 10
-    agree(found[:, common], expected[common])
-    agree(found[:, 1:].sum(1), expected[1:].sum())
+    agree(counts[:, common], expected[common])
+    agree(counts[:, 1:].sum(1), expected[1:].sum())
     # the mean is a ratio of sums; the difference from the expected one has mean 0 per sequence
     apart = np.arange(LENGTH)
     mean = (expected * apart).sum() / expected[1:].sum()
-    agree(found[:, 1:] @ (apart[1:] - mean), 0.0)
+    agree(counts[:, 1:] @ (apart[1:] - mean), 0.0)
 
 
 @pytest.mark.parametrize("push", [0.4, 0.55])
@@ -373,16 +373,16 @@ def test_the_command(tmp_path, name):
         tmp_path / "s",
     )
     assert "M tokens/s" in said
-    found = open_store(tmp_path / "s")
+    store = open_store(tmp_path / "s")
     # the embedding keeps its size (Chiang and Lee 2020, section 4.3)
-    assert (found.vocab_size, len(found.tokenizer()), found.kind) == (30_000, 30_000, "text")
-    assert np.flatnonzero(stats.id_counts(found, "train")).tolist() == list(range(5, 55))
-    lengths = np.diff(found.split("train").columns["tokens"].offsets)
+    assert (store.vocab_size, len(store.tokenizer()), store.kind) == (30_000, 30_000, "text")
+    assert np.flatnonzero(stats.id_counts(store, "train")).tolist() == list(range(5, 55))
+    lengths = np.diff(store.split("train").columns["tokens"].offsets)
     assert lengths.min() >= 90
     assert lengths.max() <= 120
-    assert 20_000 <= found.split("train").tokens < 20_120
-    assert 1_000 <= found.split("valid").tokens < 1_120
-    made = found.meta["origin"]["synthetic"]
+    assert 20_000 <= store.split("train").tokens < 20_120
+    assert 1_000 <= store.split("valid").tokens < 1_120
+    made = store.meta["origin"]["synthetic"]
     assert (made["generator"], made["seed"], made["distinct"]) == (name, 3, 50)
     assert made["lengths"] == [90, 120]
     if options:
@@ -419,12 +419,12 @@ def test_frequencies_of_a_store(tmp_path, source, name):
         "--output",
         tmp_path / "s",
     )
-    found = open_store(tmp_path / "s")
-    assert found.vocab_size == 40
-    assert found.tokenizer().pieces[5:7] == ["w5", "w6"]
-    assert found.meta["origin"]["frequencies"]["file"] == "source"
+    store = open_store(tmp_path / "s")
+    assert store.vocab_size == 40
+    assert store.tokenizer().pieces[5:7] == ["w5", "w6"]
+    assert store.meta["origin"]["frequencies"]["file"] == "source"
     wanted = np.concatenate([np.zeros(5), np.arange(5, 25) % 7, np.zeros(15)])
-    counts = np.array([np.bincount(row, minlength=40) for row in rows(found, "train")])
+    counts = np.array([np.bincount(row, minlength=40) for row in rows(store, "train")])
     # a token's count in a sequence, less its expected share of the sequence's length
     lengths = counts.sum(1, keepdims=True)
     agree(counts - lengths * wanted / wanted.sum(), 0.0)
@@ -442,8 +442,8 @@ def test_the_same_bytes_whatever_the_number_of_workers(monkeypatch, tmp_path, na
     corpus = Corpus(name, 50_000, (5, 40), 3)
     for workers in (1, 2, 3, 8):
         synthetic.write_corpus(tmp_path / f"{workers}", corpus, 500, None, {}, workers=workers)
-    found = {w: (tmp_path / f"{w}/train/tokens.npy").read_bytes() for w in (1, 2, 3, 8)}
-    assert found[1] == found[2] == found[3] == found[8]
+    tokens = {w: (tmp_path / f"{w}/train/tokens.npy").read_bytes() for w in (1, 2, 3, 8)}
+    assert tokens[1] == tokens[2] == tokens[3] == tokens[8]
     stores = [open_store(tmp_path / f"{workers}") for workers in (1, 2)]
     assert stores[0].key == stores[1].key  # the key covers the checksums of all files
     train, valid = rows(stores[0], "train"), rows(stores[0], "valid")
@@ -479,15 +479,15 @@ def test_a_worker_that_dies_is_one_failure(monkeypatch, tmp_path):
 
 def children(parent: int) -> set[int]:
     """Its running child processes."""
-    found = set()
+    pids = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, above = stat.read_text().rpartition(")")[2].split()[:2]
         except OSError:
             continue
         if int(above) == parent and state != "Z":
-            found.add(int(stat.parent.name))
-    return found
+            pids.add(int(stat.parent.name))
+    return pids
 
 
 def running(process: int) -> bool:
@@ -587,9 +587,9 @@ def test_the_shuffle_command_and_a_vocabulary_too_small(tmp_path):
     options = ["--tokens", 5000, "--distinct", 10, "--vocab-size", 40]
     run("shuffle", *options, "--output", tmp_path / "s")
     store = open_store(tmp_path / "s")
-    found = stats.id_counts(store, "train")
+    counts = stats.id_counts(store, "train")
     assert store.meta["origin"]["synthetic"]["depth"] == 8
-    assert np.flatnonzero(found).tolist() == list(range(5, 25))
+    assert np.flatnonzero(counts).tolist() == list(range(5, 25))
     corpus = Corpus("shuffle", 5000, (90, 120), 0, 10, 0.5, 8)
     with pytest.raises(BadInput, match="--vocab-size 20 has no room for --distinct 10 kinds"):
         synthetic.write_corpus(tmp_path / "small", corpus, 20, None, {})

@@ -242,9 +242,9 @@ def test_flip_as_published(make: Make, shared: Path, tmp_path: Path) -> None:
         split = "test" if "SET=test" in label[0] else "valid" if "True" in label[0] else "train"
         wanted[split].append((sequence[1], label[1], mask[1]))
     for split, rows in wanted.items():
-        found = words(store, split)
-        assert ["".join(letter for letter, _ in row) for row in found] == [row[0] for row in rows]
-        assert [[label for _, label in row] for row in found] == [
+        tagged = words(store, split)
+        assert ["".join(letter for letter, _ in row) for row in tagged] == [row[0] for row in rows]
+        assert [[label for _, label in row] for row in tagged] == [
             ["none" if m == "0" else label for label, m in zip(*row[1:], strict=True)]
             for row in rows
         ]
@@ -334,8 +334,8 @@ def chunks_of(labels: list[str]) -> Iterator[tuple[int, int, str]]:
 
 
 def test_entities() -> None:
-    found = tag.entities(["B-A", "I-A", "I-B", "O", "I-A", "B-A", "B-B", "I-B"])
-    assert found == {(0, 1, "A"), (2, 2, "B"), (4, 4, "A"), (5, 5, "A"), (6, 7, "B")}
+    entities = tag.entities(["B-A", "I-A", "I-B", "O", "I-A", "B-A", "B-B", "I-B"])
+    assert entities == {(0, 1, "A"), (2, 2, "B"), (4, 4, "A"), (5, 5, "A"), (6, 7, "B")}
     assert tag.entities(["O", "O"]) == tag.entities([]) == set()
     draw = np.random.default_rng(1)
     for _ in range(200):
@@ -493,12 +493,12 @@ def transformers_agrees(
         with torch.inference_mode():
             best = model(**given).logits[0].argmax(1)
         places = given.word_ids()
-        found = [
+        classes = [
             model.config.id2label[int(best[places.index(i)])]
             for i in range(len(row))
             if i in places
         ]
-        assert found == [label for label in line if label != "_"]
+        assert classes == [label for label in line if label != "_"]
 
 
 def test_other_stores_are_refused(forks: Forks, data: Toys, store: Path, tmp_path: Path) -> None:

@@ -47,9 +47,9 @@ def bad_loss(self, batch):
         return loss(self, batch)
     mlp = self.encoder.layers[1].mlp
     hook = mlp.register_forward_hook(lambda module, x, y: y * torch.inf, prepend=True)
-    found = loss(self, batch)
+    result = loss(self, batch)
     hook.remove()
-    return found
+    return result
 Model.loss = bad_loss
 """
 # Python that makes a weight infinite once, after the fifth step

@@ -36,16 +36,16 @@ def store(path: Path, splits: dict[str, list[list[int]]], column: str = "tokens"
 
 def plainly(rows: list[list[int]]) -> dict[str, int]:
     """The counts, computed by a plain loop."""
-    found = dict.fromkeys(("windows", "english_like", "disjoint", "disjoint_english_like"), 0)
+    counts = dict.fromkeys(("windows", "english_like", "disjoint", "disjoint_english_like"), 0)
     for row in rows:
         for start in range(len(row) - 9):
             many = sum(piece in (5, 6, 7) for piece in row[start : start + 10]) > 5
-            found["windows"] += 1
-            found["english_like"] += many
+            counts["windows"] += 1
+            counts["english_like"] += many
             if start % 10 == 0:
-                found["disjoint"] += 1
-                found["disjoint_english_like"] += many
-    return found
+                counts["disjoint"] += 1
+                counts["disjoint_english_like"] += many
+    return counts
 
 
 @pytest.mark.parametrize("block", [1, 7, 10, 64, 2**20])
@@ -56,17 +56,17 @@ def test_contexts_are_those_of_a_plain_loop(tmp_path, monkeypatch, block):
     rows = [generator.choice(np.arange(5, 12), n).tolist() for n in lengths]
     opened = store(tmp_path / "s", {"train": rows, "valid": rows[:7]})
     for name, part in (("train", rows), ("valid", rows[:7])):
-        found = english_like.contexts(opened, name, Progress("", 1, "tokens"))
-        assert found == plainly(part)
-        assert 0 < found["english_like"] < found["windows"]
+        counts = english_like.contexts(opened, name, Progress("", 1, "tokens"))
+        assert counts == plainly(part)
+        assert 0 < counts["english_like"] < counts["windows"]
 
 
 def test_no_context_crosses_a_row(tmp_path):
     rows = [[5] * 9] * 50 + [[8] * 10] + [[5] * 5 + [8] * 5, [5] * 6 + [8] * 4]
-    found = english_like.describe_contexts(
+    about = english_like.describe_contexts(
         store(tmp_path / "s", {"train": rows, "test": [[5] * 9]})
     )
-    assert found["splits"]["train"] == {
+    assert about["splits"]["train"] == {
         "windows": 3,
         "english_like": 1,
         "disjoint": 3,
@@ -74,7 +74,7 @@ def test_no_context_crosses_a_row(tmp_path):
         "share": 1 / 3,
         "disjoint_share": 1 / 3,
     }
-    assert found["splits"]["test"]["share"] is None
+    assert about["splits"]["test"]["share"] is None
     short = store(tmp_path / "short", {"train": [[5] * 9] * 3})
     with pytest.raises(BadInput, match="short has no row of 10 pieces"):
         english_like.describe_contexts(short)

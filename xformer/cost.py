@@ -3,10 +3,11 @@
 T tokens, N rows, M masked tokens, S the sum over rows of their squared lengths; C hidden size, E
 embedding size, F inner size of the MLP, V vocabulary, K outputs of a head.
 
-Only the operations of matrix products on real tokens are counted; a multiplication with an addition
-counts as two. Padding, recomputation and element-wise operations are not counted, so that the share
-of a device's peak can be compared between programs (as in Chowdhery et al. 2022, appendix B). The
-part of the last layer after its attention is counted only for the tokens that the head reads.
+Only the operations of matrix products on real tokens are counted; a multiplication followed by an
+addition counts as two. Padding, recomputation and element-wise operations are not counted, so that
+the share of a device's peak can be compared between programs (as in Chowdhery et al. 2022, appendix
+B). In the last layer, what follows the attention is counted only for the tokens that the head
+reads.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from xformer.tasks.task import Head, Model, Task
 
 BACKWARD = 2  # the backward pass of a matrix product is two products of the same size
 
-# (part of a device's name, its peak in bf16, its peak in fp32), in 10^12 operations per second, for
-# dense matrices with fp32 accumulation, from NVIDIA's data sheets. The first match is used.
+# (part of a device's name, its peak in 16 bits, its peak in fp32), in 10^12 operations per second,
+# for dense matrices with fp32 accumulation, from NVIDIA's data sheets. The first match is used. 16
+# bits are bf16, or fp16 on V100 and T4, whose tensor cores have no bf16.
 PEAKS = (
     ("H200", 989.0, 67.0),
     ("H100 PCIe", 756.0, 51.0),
@@ -115,7 +117,7 @@ def _convolutions(config: ModelConfig, task: Task | None) -> list[int]:
 
 def peak_flops(device: str, precision: str) -> float | None:
     """The peak of a device in operations per second, by its name; None if it is not known.
-    `precision` is bf16, fp32 or tf32. On all these GPUs TF32 has half the peak of bf16."""
+    `precision` is bf16, fp32 or tf32. On every GPU that has TF32 its peak is half that of bf16."""
     for name, half, full in PEAKS:
         if name in device:
             return 1e12 * {"bf16": half, "tf32": half / 2, "fp32": full}[precision]

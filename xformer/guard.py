@@ -40,6 +40,7 @@ class Guard:
         self.sums = torch.tensor(sums, dtype=torch.float64, device=device)
         seen = state.statistics or [0.0] * 5
         self.seen = torch.tensor(seen, dtype=torch.float64, device=device)
+        # 1 for the elements of `sums` that are sums, 0 for the norm, which is replaced
         self.adds = torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=torch.float64, device=device)
         self.unread: list[tuple[int, int, Tensor, Tensor]] = []
 

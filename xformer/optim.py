@@ -1,7 +1,8 @@
 """The optimizers of torch.optim, and NovoGrad; the learning-rate schedule; clip and step.
 
-A loss is a sum over predictions, so its gradient is a sum too. The caller divides `gradient_norm`
-by the number of predictions, and `clip_and_step` divides the gradient by it.
+A loss is a sum over predictions, so its gradient is a sum too. The caller divides the result of
+`gradient_norm` by the number of predictions, and `clip_and_step` divides the gradient by the same
+number.
 """
 
 from __future__ import annotations

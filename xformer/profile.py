@@ -2,7 +2,8 @@
 
 RUN/profile/steps_A-B.pt.trace.json.gz    for https://ui.perfetto.dev, chrome://tracing, or
                                           TensorBoard's profiler plugin
-RUN/profile/steps_A-B.txt                 percent of the time by kind of work, and in our operations
+RUN/profile/steps_A-B.txt                 percent of the time by kind of work, and by operation of
+                                          xformer.ops
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-SKIP, STEPS = 10, 5  # steps before the trace, in which kernels are chosen and compiled; its steps
+SKIP = 10  # steps before the trace, in which kernels are chosen and compiled
+STEPS = 5  # steps of the trace
 # Kinds of work, by patterns for the names of operators and kernels. The first match counts.
 WORDS = {
     "waiting for data": "^waiting for data$",
@@ -162,7 +164,8 @@ def _kernel_times(events: list[Any]) -> dict[str, float]:
 
 def _times_of_ours(events: list[Any], cuda: bool) -> dict[str, float]:
     """Microseconds in each of our operations, backward passes included: of kernels on CUDA, else of
-    operators. If one of our operations calls another, the time is the other's."""
+    operators. If one of our operations calls another, the time of the call counts only for the
+    other."""
     on_host = [event for event in events if event.device_type == DeviceType.CPU]
     owners = {
         (event.thread, event.sequence_nr): _ours(event, {})

@@ -6,6 +6,7 @@ RUN/code.diff              changes of the code since its git revision, if there 
 RUN/log.jsonl              every event
 RUN/log.jsonl.damaged      a copy of a log in which some lines could not be read
 RUN/tensorboard/           curves, drawn from the log
+RUN/profile/               a trace of a few steps, with `system.profile`
 RUN/checkpoints/step_N/    the newest `keep_last`, one every `keep_every` steps, and the best one;
                            with `keep_state` = false a finished run keeps only the selected weights
 RUN/trajectory/step_N/     only the weights, at the steps of `keep_at`; never pruned

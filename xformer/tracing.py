@@ -27,8 +27,8 @@ def trace(
 
     Returns the stage (WEIGHT to NOWHERE), and a record with the place in words (`where`), the
     `rows` of the store, and for FORWARD and BACKWARD the `rank` and the `micro_batch`.
-    Compiled code is not used. Its batches had filler, so with system.compile the dropout is not
-    that of the step.
+    The passes are repeated without compiled code and on batches without filler. If the step used
+    compiled code, its batches had filler, so its dropout was different.
     """
     ranks, batches = setup.ranks, setup.feed().take(position).batches
     packed = [to_device(batch, ranks.device) for batch in batches]

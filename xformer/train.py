@@ -32,7 +32,7 @@ from xformer.ops import native
 from xformer.optim import clip_and_step, gradient_norm
 from xformer.parallel import processes
 from xformer.parallel.compiled import compile_parts, compiles
-from xformer.parallel.feed import Step
+from xformer.parallel.feed import Feed, Step
 from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import Ranks
 from xformer.parallel.replicas import Replicas
@@ -81,15 +81,7 @@ def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
     ranks.on_rank_zero(lambda: setup.trajectory.check_room(run.path, state.step))
     ranks.on_rank_zero(lambda: run.begin(config, state.step))
 
-    # model and optimizer
-    start = checkpoints.load(newest, verified=True) if newest else setup.start
-    model = start.model()
-    freeze(model, chosen(start, recipe.train.only))
-    model = model.to(ranks.device).train()
-    optimizer = optim.build(model, recipe.optim)
-    if newest:
-        moments = checkpoints.load_tensors(Path(newest) / "optimizer.safetensors")
-        optim.load_state(optimizer, moments)
+    model, optimizer = _model_and_optimizer(setup, newest)
 
     # log, data, and the loop
     logged_until = state.step if newest else -1
@@ -108,23 +100,42 @@ def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
         monitor.say(*filter(None, (*notes, kept)))
         monitor.text("config", json.dumps(recipe.model_dump(mode="json"), indent=1))
         feed = setup.feed(fixed=compiling != "none")
-        precision = recipe.system.precision
-        note = compile_parts(model, compiling, ranks, feed.sample, precision)
-        if "fails" in note and ranks.rank:  # this rank alone may lack a compiler
-            say(f"rank {ranks.rank}: {note}", error=True)
-        elif note:
-            monitor.say(note)
+        _compile(model, compiling, setup, feed, monitor)
         with (
             Session(setup, run, state, monitor, model, optimizer) as session,
             closing(feed.steps(state.position)) as steps,
         ):
-            replicas = Replicas(model, ranks, feed.sample, precision)
+            replicas = Replicas(model, ranks, feed.sample, recipe.system.precision)
             guard = Guard(recipe.train.spike, state, ranks.device)
             loop(steps, replicas, optimizer, session, guard, until)
         if setup.done(state):
             if note := setup.trajectory.missing(run.path, state.step):
                 monitor.say(note)
             _finish(setup, run, model, state, monitor)
+
+
+def _model_and_optimizer(setup: Setup, newest: str | None) -> tuple[Model, torch.optim.Optimizer]:
+    """The model on the device of this rank, ready to train, and its optimizer: those of the newest
+    checkpoint, or those with which a new run starts."""
+    start = checkpoints.load(newest, verified=True) if newest else setup.start
+    model = start.model()
+    freeze(model, chosen(start, setup.recipe.train.only))
+    model = model.to(setup.ranks.device).train()
+    optimizer = optim.build(model, setup.recipe.optim)
+    if newest:
+        moments = checkpoints.load_tensors(Path(newest) / "optimizer.safetensors")
+        optim.load_state(optimizer, moments)
+    return model, optimizer
+
+
+def _compile(model: Model, what: str, setup: Setup, feed: Feed, monitor: Monitor) -> None:
+    """Compile the parts of a model in place, and print what is compiled."""
+    ranks = setup.ranks
+    note = compile_parts(model, what, ranks, feed.sample, setup.recipe.system.precision)
+    if "fails" in note and ranks.rank:  # this rank alone may lack a compiler
+        say(f"rank {ranks.rank}: {note}", error=True)
+    elif note:
+        monitor.say(note)
 
 
 # --------------------------------------------------------------------------------- the loop

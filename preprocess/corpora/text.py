@@ -113,6 +113,22 @@ def write_text_store(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `text`."""
+    _add_sources(parser)
+    inputs.add_arguments(parser)
+    _add_reading(parser)
+    parser.add_argument(
+        "--workers",
+        type=whole_number(1, 4096),
+        metavar="N",
+        help="The number of processes that encode, while the main process reads and writes. With "
+        "1, or for only a few megabytes, the main process encodes too and there is no other. The "
+        "ids are the same for every N (default: all cores).",
+    )
+    add_output(parser, "STORE")
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is read, and into which ids and rows it is divided."""
     add = parser.add_argument
     add(
         "--input",
@@ -145,7 +161,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="The maximum number of tokens in a row, special tokens not included. A longer "
         "document is cut into several rows (default: %(default)s).",
     )
-    inputs.add_arguments(parser)
+
+
+def _add_reading(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how plain text is divided into documents."""
+    add = parser.add_argument
     add(
         "--lines",
         action="store_true",
@@ -165,15 +185,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Also store the number of each row's document, which `pairs` needs for next sentences "
         "and sentence order (default: do not store it).",
     )
-    add(
-        "--workers",
-        type=whole_number(1, 4096),
-        metavar="N",
-        help="The number of processes that encode, while the main process reads and writes. With "
-        "1, or for only a few megabytes, the main process encodes too and there is no other. The "
-        "ids are the same for every N (default: all cores).",
-    )
-    add_output(parser, "STORE")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -35,9 +35,9 @@ DNA_TASKS = {
 }
 ABOUTS = {
     "dna": "Labelled DNA: FASTA, text with three lines per record, csv, JSON lines or parquet.",
-    "dna/h3": "Is yeast DNA wrapped around histone H3? Hilbert-CNN's text, or csv.",
-    "dna/h4": "Is yeast DNA wrapped around histone H4? Hilbert-CNN's text, or csv.",
-    "dna/h3k9ac": "Is yeast DNA wrapped around acetylated H3? Hilbert-CNN's text, or csv.",
+    "dna/h3": "Is yeast DNA wrapped around histone H3? Reads Hilbert-CNN's text, or csv.",
+    "dna/h4": "Is yeast DNA wrapped around histone H4? Reads Hilbert-CNN's text, or csv.",
+    "dna/h3k9ac": "Is yeast DNA wrapped around acetylated H3? Reads Hilbert-CNN's text, or csv.",
 }
 SPLICE_FILES = ("splice.data", "splice.txt")
 SPLICE_CLASSES = ["EI", "IE", "N"]

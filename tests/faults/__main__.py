@@ -98,6 +98,42 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     """Parse the command line, and make the faults."""
+    given = _arguments()
+    rows = [Row(**row) for file in given.add for row in json.loads(file.read_text())]
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.scratch)))
+        (scratch / "toys").mkdir()
+        servers = []
+        for i in range(given.jobs):
+            (scratch / f"forks{i}").mkdir()
+            servers.append(stack.enter_context(Forks(scratch / f"forks{i}")))
+        made = toys.make(servers[0], scratch / "toys")
+        bench = Bench(made, scratch, servers)
+        for name in given.only:
+            began = time.monotonic()
+            for row in CASES[name](bench, given):
+                seconds, began = time.monotonic() - began, time.monotonic()
+                print(
+                    f"{row.fault}: {row.times:,} times, {row.lost} lost, {row.wrong} wrong "
+                    f"({seconds:.0f} s)",
+                    flush=True,
+                )
+                for note in row.notes[:20]:
+                    print(f"    {note}", flush=True)
+                rows.append(row)
+                if given.json is not None:
+                    given.json.write_text(as_json(rows) + "\n")
+    print(f"\n{table(rows)}")
+    if given.output is not None:
+        text = given.output.read_text()
+        before, _, rest = text.partition(BEGIN)
+        after = rest.partition(END)[2]
+        given.output.write_text(f"{before}{BEGIN}\n{table(rows)}{END}{after}")
+    raise SystemExit(any(row.lost or row.wrong for row in rows))
+
+
+def _arguments() -> argparse.Namespace:
+    """The command line. `only` is a list of cases."""
     parser = argparse.ArgumentParser(
         prog="python -m faults", description=(__doc__ or "").partition("\n")[0]
     )
@@ -130,40 +166,10 @@ def main() -> None:
         help="Where to work (default: a temporary directory).",
     )
     given = parser.parse_args()
-    chosen = given.only.split(",") if given.only else list(CASES)
-    if unknown := set(chosen) - set(CASES):
+    given.only = given.only.split(",") if given.only else list(CASES)
+    if unknown := set(given.only) - set(CASES):
         parser.error(f"{unknown.pop()!r} is none of {', '.join(CASES)}")
-    rows = [Row(**row) for file in given.add for row in json.loads(file.read_text())]
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.scratch)))
-        (scratch / "toys").mkdir()
-        servers = []
-        for i in range(given.jobs):
-            (scratch / f"forks{i}").mkdir()
-            servers.append(stack.enter_context(Forks(scratch / f"forks{i}")))
-        made = toys.make(servers[0], scratch / "toys")
-        bench = Bench(made, scratch, servers)
-        for name in chosen:
-            began = time.monotonic()
-            for row in CASES[name](bench, given):
-                seconds, began = time.monotonic() - began, time.monotonic()
-                print(
-                    f"{row.fault}: {row.times:,} times, {row.lost} lost, {row.wrong} wrong "
-                    f"({seconds:.0f} s)",
-                    flush=True,
-                )
-                for note in row.notes[:20]:
-                    print(f"    {note}", flush=True)
-                rows.append(row)
-                if given.json is not None:
-                    given.json.write_text(as_json(rows) + "\n")
-    print(f"\n{table(rows)}")
-    if given.output is not None:
-        text = given.output.read_text()
-        before, _, rest = text.partition(BEGIN)
-        after = rest.partition(END)[2]
-        given.output.write_text(f"{before}{BEGIN}\n{table(rows)}{END}{after}")
-    raise SystemExit(any(row.lost or row.wrong for row in rows))
+    return given
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class CaptureConfig(ExamplesConfig):
     run: str | None = Field(None, json_schema_extra=HIDDEN)
     """Not allowed here, because a capture has no figure that TensorBoard could show."""
     names: NameList = Field((), json_schema_extra=HIDDEN)
-    """Without effect, because a capture holds one checkpoint, and no name of it."""
+    """Without effect, because a capture does not store a name."""
     mapping_b: str | None = Field(None, json_schema_extra=HIDDEN)
     """Without effect, because there is no second checkpoint."""
     overwrite: bool = False

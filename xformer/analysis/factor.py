@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 NEGLIGIBLE = 1e-6  # directions below this share of the largest singular value are dropped
-FOLD = 8  # rows are collected until there are this many for each column
+FOLD = 8  # a QR step is made when there are this many times as many rows as columns
 
 
 class Factor:

@@ -80,7 +80,7 @@ class Use:
     It adds the sum over r of left_r right_r^T to the weight's gradient.
     """
 
-    left: Tensor  # (R, V); or (R,) integers, where left_r is the unit vector of that entry
+    left: Tensor  # (R, V), or (R,) integers: left_r is then the unit vector with this index
     right: Tensor  # (R, E)
     owner: Tensor  # (R,) the example that a row belongs to
 
@@ -181,7 +181,7 @@ class PerExample(TorchFunctionMode):
         self.products = torch.zeros(self.count, self.count, dtype=torch.float64)
         self.waiting: dict[str, int] = {}  # by name: uses whose gradient has not arrived yet
         self.uses: dict[str, list[Use]] = {}  # by name: uses whose gradient has arrived
-        self.vectors: dict[str, Tensor] = {}  # by name: sums of such gradients, (N, d)
+        self.vectors: dict[str, Tensor] = {}  # by name: each example's gradient so far, (N, d)
         self.rows: dict[int, tuple[Tensor, Tensor, int]] = {}  # rows that `take_row` returned
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -366,7 +366,7 @@ def inner_products(model: Model, batch: Batch[Tensor]) -> Tensor:
 def _every_token(encoder: Encoder) -> Iterator[None]:
     """Make the last layer compute every token, not only those that the head reads.
 
-    `PerExample` must know the example of every row, and it knows that of all tokens.
+    `PerExample` takes each row of an encoder layer's input for a token of the batch.
     """
     wanted: list[Tensor | None] = []  # the places that the head reads
 
@@ -392,7 +392,7 @@ def _every_token(encoder: Encoder) -> Iterator[None]:
 def cosines(products: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The cosines of all pairs i < j, and the norms (N,), from inner products (N, N).
 
-    A gradient of zero, that of an example without a masked token, has the cosine NaN.
+    An example without a masked token has a gradient of zero; its cosines are NaN.
     """
     norms = products.diagonal().clamp(min=0).sqrt()
     matrix = (products / norms[:, None] / norms).numpy()

@@ -158,6 +158,11 @@ class Assembler:
         return self.split.rows // self.split.together
 
     @property
+    def labels_words(self) -> bool:
+        """Whether words have labels. The `places` of a batch are then the labelled words."""
+        return "labels" in self.split.columns
+
+    @property
     def extra(self) -> int:
         """Number of special tokens in a row."""
         return 2 + (self.tokenizer.pair_separators if "tokens_b" in self.split.columns else 0)
@@ -281,7 +286,7 @@ class Assembler:
             tokens[ragged_arange(second, b)] = self._ids(columns["tokens_b"], source)
             segments[ragged_arange(second, b + 1)] = 1
         labels = self._labels(rows, second - starts, b) if "label" in columns else None
-        places, targets = self._tags(rows, starts, a) if "labels" in columns else (None, None)
+        places, targets = self._tags(rows, starts, a) if self.labels_words else (None, None)
         return Batch(
             tokens,
             positions,

@@ -17,8 +17,10 @@ from xformer.data.batch import Batch
 from xformer.data.tags import IGNORED
 
 ALIGNED = 16  # tokens and places are multiples of this, as 16-bit matrix products like it
-SPARE = 1.25  # room for rows: this many times the most rows of a given batch, plus filler rows
-GROWTH = 0.05  # a batch beyond all capacities gets one that is this much larger, or twice this, ...
+SPARE = 1.25  # room for rows: this many times those of the batch with the most, plus filler rows
+# A batch that fits no capacity gets one that is larger than the largest by this share, or by twice
+# this share, four times, and so on.
+GROWTH = 0.05
 DEVIATIONS = 3  # standard deviations by which a batch's masked tokens may exceed their mean
 
 

@@ -15,7 +15,9 @@ from xformer.data.hashing import key, keys
 
 ROUNDS = 4
 FRACTION, EPOCH = 1, 2  # distinguish keys for different purposes; see also xformer.data.masking
-AHEAD = 2**16  # most samples looked up at once; fewer at first, because the store may be uncached
+# At most this many samples are looked up at once. At first there are fewer, because the store may
+# not be in the page cache.
+AHEAD = 2**16
 
 
 def permute(positions: np.ndarray, n: int, permutation_key: np.uint64) -> np.ndarray:

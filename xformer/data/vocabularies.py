@@ -211,46 +211,60 @@ def learn(
             "give more"
         )
     if kind == "symbols":
-        seen: set[str] = set()
-        for text in texts:
-            seen.update(text)
-        letters = {letter for letter in seen if not letter.isspace()}
-        if len(letters) + len(BERT_SPECIAL) > vocab_size:
-            raise BadInput(
-                f"--vocab-size {vocab_size} is too small for {len(letters)} symbols and 5 special "
-                f"tokens; give at least {len(letters) + len(BERT_SPECIAL)}"
-            )
-        return symbols(sorted(letters))
+        return _train_symbols(texts, vocab_size)
     if kind == "unigram":
         return _train_unigram(texts, vocab_size)
+    if kind == "wordpiece":
+        return _train_wordpiece(texts, vocab_size, lowercase, characters or ())
+    if kind == "bpe":
+        return _train_bpe(texts, vocab_size)
+    raise BadInput(f"unknown kind {kind!r}: give one of {', '.join(KINDS)}")
+
+
+def _train_symbols(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    seen: set[str] = set()
+    for text in texts:
+        seen.update(text)
+    letters = {letter for letter in seen if not letter.isspace()}
+    if len(letters) + len(BERT_SPECIAL) > vocab_size:
+        raise BadInput(
+            f"--vocab-size {vocab_size} is too small for {len(letters)} symbols and 5 special "
+            f"tokens; give at least {len(letters) + len(BERT_SPECIAL)}"
+        )
+    return symbols(sorted(letters))
+
+
+def _train_wordpiece(
+    texts: Iterable[str], vocab_size: int, lowercase: bool, characters: Iterable[str]
+) -> Tokenizer:
+    from tokenizers import trainers
+
+    # train on text that is normalised and split as in `wordpiece`
+    rules = wordpiece(dict(zip(BERT_SPECIAL.values(), range(5), strict=True)), lowercase)._model
+    # The trainer numbers pieces in the order of a hash map, and breaks ties by these numbers.
+    # Special tokens are numbered first and in order, so pieces inside words are made special.
+    special = [*BERT_SPECIAL.values(), *_continuations(rules, characters)]
+    rules.train_from_iterator(
+        texts,
+        trainers.WordPieceTrainer(
+            vocab_size=vocab_size, special_tokens=special, show_progress=False
+        ),
+    )
+    return wordpiece(_ids(rules, vocab_size), lowercase)
+
+
+def _train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     from tokenizers import Tokenizer as Fast
     from tokenizers import models, pre_tokenizers, trainers
 
-    if kind == "wordpiece":
-        # train on text that is normalised and split as in `wordpiece`
-        rules = wordpiece(dict(zip(BERT_SPECIAL.values(), range(5), strict=True)), lowercase)._model
-        # The trainer numbers pieces in the order of a hash map, and breaks ties by these numbers.
-        # Special tokens are numbered first and in order, so pieces inside words are made special.
-        special = [*BERT_SPECIAL.values(), *_continuations(rules, characters or ())]
-        rules.train_from_iterator(
-            texts,
-            trainers.WordPieceTrainer(
-                vocab_size=vocab_size, special_tokens=special, show_progress=False
-            ),
-        )
-        return wordpiece(_ids(rules, vocab_size), lowercase)
-    if kind != "bpe":
-        raise BadInput(f"unknown kind {kind!r}: give one of {', '.join(KINDS)}")
     rules = Fast(models.BPE())
     rules.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    special = list(ROBERTA_SPECIAL.values())
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     rules.train_from_iterator(
         texts,
         trainers.BpeTrainer(
             vocab_size=vocab_size,
-            special_tokens=special,
-            initial_alphabet=alphabet,
+            special_tokens=list(ROBERTA_SPECIAL.values()),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
     )

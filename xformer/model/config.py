@@ -64,14 +64,16 @@ class ModelConfig(Settings):
     dropout: float = Field(0.1, ge=0, lt=1)
     """Dropout on embeddings, and on the outputs of attention and MLP."""
     head_dropout: float | None = Field(None, ge=0, lt=1)
-    """Dropout before a classification or regression head. By default it equals `dropout`."""
+    """Dropout before the heads for classes, scores, words and multiple choice (`dropout_form` has
+    exceptions). By default it equals `dropout`."""
     attention_dropout: float = Field(0.1, ge=0, lt=1)
     """Dropout on attention probabilities."""
     dropout_form: Literal["bert", "roberta", "albert", "distilbert"] = "bert"
-    """Where dropout is applied. All families apply it where BERT does, with these exceptions.
-    RoBERTa also applies it before the pooler of a head. ALBERT omits it on the output of the
-    feed-forward network, and adds it before the sentence-pair head of pre-training. DistilBERT
-    omits it on the output of attention, and adds it before span and token-classification heads."""
+    """Where dropout is applied: as in BERT, with these exceptions. roberta also applies it before
+    the pooler of a head for classes or scores, and its rate before multiple choice is `dropout`.
+    albert omits it on the output of the feed-forward network, and adds it before the sentence-pair
+    head of pre-training. distilbert omits it on the output of attention, adds it before a span
+    head, and its rate before the head for words is `dropout`."""
     initializer_range: float = Field(0.02, gt=0)
     """Standard deviation of fresh weights."""
 
@@ -82,7 +84,7 @@ class ModelConfig(Settings):
 
     @property
     def before_head(self) -> float:
-        """Dropout before a classification or regression head."""
+        """The value of `head_dropout`, or `dropout` if it is not set."""
         return self.dropout if self.head_dropout is None else self.head_dropout
 
     @property

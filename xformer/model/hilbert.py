@@ -23,7 +23,8 @@ from xformer.model.config import ModelConfig
 
 FEATURES = 50  # width of the features that the task head reads
 INNER = 4  # channels between the two convolutions of a residual branch
-MOMENTUM, EPSILON = 0.65, 1e-3  # share of the newest batch in the running statistics
+MOMENTUM = 0.65  # share of the newest batch in the running statistics
+EPSILON = 1e-3  # added to a variance
 
 
 def letters_of(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -23,8 +23,8 @@ def add_norm(
 
     A post-LN layer uses the first result (Vaswani et al. 2017, section 5.4). A pre-LN layer uses
     both (Xiong et al. 2020). x, y: (T, C) of floating types, T may be 0. weight, bias: (C,). `rate`
-    is the dropout rate of y. Returns two tensors (T, C). It has a first derivative, `plain` also
-    a second one. Raises ValueError for other shapes.
+    is the dropout rate of y. Returns two tensors (T, C). They can be differentiated once; `plain`
+    can be differentiated twice. Raises ValueError for other shapes.
     """
     if x.dim() != 2 or x.shape != y.shape or not x.shape[1:] == weight.shape == bias.shape:
         shapes = [tuple(tensor.shape) for tensor in (x, y, weight, bias)]
@@ -71,21 +71,21 @@ def _add_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x (T, C), of y (T, C), and of weight and bias, (2, C).
 
-    Without dropout x and y have the same gradient. Unless y is bf16 (`half`), that of y is then
-    returned empty.
+    Without dropout, x and y have the same gradient, and that of y is returned empty. If y is bf16
+    (`half`), it is never empty, because its type differs from that of x.
     """
     d_x, d_y, d_affine = _empty_gradients(z, half, rate)
-    same = d_x if d_y.dim() == 1 else d_y
+    of_y = d_x if d_y.dim() == 1 else d_y  # 1: it is empty
     native.call(
         "add_norm_backward",
-        same.dtype,
+        of_y.dtype,
         d_out,
         d_z,
         z,
         moments,
         weight,
         d_x,
-        same,
+        of_y,
         d_affine[0],
         d_affine[1],
         *z.size(),

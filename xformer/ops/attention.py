@@ -57,7 +57,8 @@ def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
 
     qkv: (T, 3, H, D), fp64, fp32, bf16 or fp16. Returns (T, H, D) of the same type. `dropout` is
     the rate at which probabilities are dropped. On the CPU there may be tokens after the last
-    sequence; their output is 0. The result can be differentiated once, that of `plain` twice.
+    sequence; their output is 0. The result can be differentiated once; `plain` can be
+    differentiated twice.
     Raises ValueError if qkv has another shape, and on the CPU if the layout does not fit it.
     """
     if qkv.dim() != 4 or qkv.size(1) != 3:
@@ -129,7 +130,7 @@ def _misfit(tokens: int, longest: int) -> str:
 
 
 def probabilities(qkv: Tensor, layout: Layout) -> Tensor:
-    """The attention maps, (N, H, L, L). Beyond a sequence's length they hold no meaning."""
+    """The attention maps, (N, H, L, L). Entries beyond the length of a sequence are meaningless."""
     return _probabilities(qkv, layout)[0]
 
 

@@ -1,7 +1,8 @@
 """The weights of a layer in the type of autocast, cast together.
 
-Autocast casts every weight and every bias by a kernel of its own, and the backward pass does the
-same with their gradients: 16 launches a layer, most of which take longer than the work.
+Autocast casts every weight and every bias with a separate kernel, and so does the backward pass
+with their gradients. These are 16 kernels a layer, and most of them take longer to launch than to
+run.
 """
 
 from __future__ import annotations

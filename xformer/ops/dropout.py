@@ -15,7 +15,8 @@ from xformer.ops import native
 from xformer.ops.library import define, differentiate, named
 
 # The two odd multipliers of MurmurHash3's 32-bit finaliser, which spreads every input bit over
-# every output bit. They are signed: int32 arithmetic wraps, so its 32 bits are the same.
+# every output bit. They are signed numbers here: int32 arithmetic wraps around, so it gives the
+# same 32 bits as unsigned arithmetic.
 MULTIPLIER_1 = 0x85EBCA6B - 2**32
 MULTIPLIER_2 = 0xC2B2AE35 - 2**32
 

@@ -1,8 +1,8 @@
 """Registers an operation in C++ with PyTorch, as `torch.ops.xformer.NAME`.
 
 It then works like a built-in operation under FakeTensorMode, in torch.compile, and with every mode
-and profiler. `torch.library.custom_op` does the same in less code, but its forward and backward
-calls take 160 us together on a tiny input, and these take 100 us.
+and profiler. `torch.library.custom_op` does the same in less code, but on a tiny input its forward
+and backward calls together take 160 us, and those of this module take 100 us.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def vocabulary_loss(
     targets: (M,), each in [0, V), or -100, which does not count. M may be 0. Returns two scalars:
     the sum in fp32 (in fp64 if h is fp64), and how often the target has the largest logit, which is
     not differentiable. If several logits are the largest, the first one is the prediction. The sum
-    has a first derivative, that of `plain` also a second one. Raises ValueError for other shapes,
-    and on the CPU IndexError for other targets. On CUDA targets are not checked.
+    can be differentiated once; `plain` can be differentiated twice. Raises ValueError for other
+    shapes, and on the CPU IndexError for other targets. On CUDA targets are not checked.
     """
     shapes = [tuple(tensor.shape) for tensor in (h, word, bias, targets)]
     if [len(shape) for shape in shapes] != [2, 2, 1, 1] or (
@@ -59,9 +59,11 @@ def plain(h: Tensor, word: Tensor, bias: Tensor, targets: Tensor) -> tuple[Tenso
 
 
 def one_pass(h: Tensor, word: Tensor, bias: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, with the gradient of the logits computed beside the loss.
+    """The same, with the gradient of the logits computed in the forward pass.
 
-    Logits and gradient have the type of h, in aligned rows. Targets below 0 do not count.
+    Only one matrix of the logits' size is then kept for the backward pass. Logits and gradient have
+    the type of h, and their rows are padded to W pieces, a multiple of ALIGNED. Targets below 0 do
+    not count.
     """
     h = h if len(h) == len(targets) else h[: len(targets)]
     with torch.autocast(h.device.type, enabled=False):  # it would compute the softmax in fp32
@@ -77,18 +79,22 @@ class OnePass(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(h.dtype, torch.float32)
         ctx.pieces, ctx.types = len(word), (word.dtype, bias.dtype)
-        bias = bias.to(h.dtype)
-        if more := -len(word) % ALIGNED:  # W = V + more; the pieces added have a probability of 0
-            word, bias = F.pad(word, (0, 0, 0, more)), F.pad(bias, (0, more), value=-torch.inf)
+        word, bias = _aligned(word, bias.to(h.dtype))  # (W, E), (W,)
         logits = torch.addmm(bias, h, word.T)  # (M, W)
-        largest, prediction = logits.max(1, keepdim=True)  # (M, 1)
-        gradient = torch.softmax(logits, 1)
-        # log(sum of exponentials) = largest - log(largest probability). That probability is at
-        # least 1 / W, and its rounding to bf16 changes a loss by at most 0.004.
-        losses = largest - gradient.gather(1, prediction).to(wide).log()
-        place, counts = targets.clamp(min=0), (targets >= 0).to(h.dtype)
-        losses -= logits.gather(1, place)
-        gradient.scatter_(1, place, torch.expm1(-losses).to(h.dtype))  # probability - 1
+        probability = torch.softmax(logits, 1)  # (M, W)
+        largest, prediction = logits.max(1, keepdim=True)  # (M, 1) each
+        counts = (targets >= 0).to(h.dtype)  # (M, 1): 0 for a target that does not count
+        target = targets.clamp(min=0)  # (M, 1)
+
+        # The loss is log(sum of exponentials) - logit of the target. The logarithm is taken from
+        # the largest probability, which is exp(largest) / sum. It is at least 1 / W, and its
+        # rounding to bf16 changes a loss by at most 0.004.
+        log_sum = largest - probability.gather(1, prediction).to(wide).log()  # (M, 1)
+        losses = log_sum - logits.gather(1, target)  # (M, 1)
+
+        # The gradient of the logits is their probability, minus 1 at the target. expm1(-loss) is
+        # the target's probability - 1, without the rounding of that probability.
+        gradient = probability.scatter_(1, target, torch.expm1(-losses).to(h.dtype))  # (M, W)
         correct = (prediction == targets).sum(dtype=wide)
         ctx.mark_non_differentiable(correct)
         ctx.set_materialize_grads(False)
@@ -106,6 +112,15 @@ class OnePass(torch.autograd.Function):
         d_word = (gradient.T @ (h * scale))[: ctx.pieces].to(ctx.types[0])
         d_bias = (scale.T @ gradient)[0, : ctx.pieces].to(ctx.types[1])
         return (gradient @ word) * scale, d_word, d_bias, None
+
+
+def _aligned(word: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights with W pieces, a multiple of ALIGNED. The added pieces have a probability of
+    0."""
+    more = -len(word) % ALIGNED
+    if not more:
+        return word, bias
+    return F.pad(word, (0, 0, 0, more)), F.pad(bias, (0, more), value=-torch.inf)
 
 
 # --------------------------------------------------------------------------------------- C++

@@ -23,8 +23,9 @@ from xformer.parallel.processes import Ranks, TrainingSystem
 from xformer.tasks.task import Model
 
 BACKEND = "inductor"
-# Most programs of all modules together. There is one for each kind of module, such as an embedding,
-# a layer, a frozen layer or the last layer, and each shape of a batch. One more ends the run.
+# The largest number of programs of all modules together. There is one program for each kind of
+# module (such as the embeddings, a layer, a frozen layer or the last layer) and each shape of a
+# batch. A run that needs more programs ends with an error.
 PROGRAMS = 256
 
 
@@ -74,6 +75,8 @@ def compile_parts(
             model(sample()).total.backward()
     except Exception as error:  # whatever a compiler, a driver or Triton raises
         for part in parts:
+            # Module.compile has no public inverse, and a stance of torch.compiler would also stop
+            # every other model of this process from being compiled.
             part._compiled_call_impl = None
         reason = " ".join(str(error).partition("Set TORCHDYNAMO_VERBOSE")[0].split())[:200]
         return f"torch.compile fails here ({reason}): the model runs without it"

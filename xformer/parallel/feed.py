@@ -19,13 +19,14 @@ from xformer.data.sampler import Stream
 from xformer.parallel.processes import Ranks
 from xformer.tasks.task import tensor_on
 
-# Small steps are made together, about this many tokens at once: they then cost no more per token.
+# Small steps are made together, about this many tokens at once. A token of a small step then costs
+# no more than a token of a large one.
 TOKENS_AHEAD = 2**17
-SHAPES = 8  # most shapes that are chosen for filled micro-batches
+SHAPES = 8  # at most this many shapes are chosen for filled micro-batches
 # If batch.tokens gives each micro-batch at least this many tokens, only one shape is chosen.
 ONE_SHAPE = 2**13
 LOOKED_AT = 512  # the sizes of this many micro-batches decide the shapes
-STEPS_AHEAD = 512  # most steps made at once: each takes 3 KiB beside its tokens
+STEPS_AHEAD = 512  # at most this many steps are made at once; each needs 3 KiB beside its tokens
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
@@ -192,19 +193,23 @@ class Feed:
         most = 1 if self.stream.tokens >= ONE_SHAPE * pieces else SHAPES
         if self.stream.tokens and pieces == 1:
             tokens.append(self.stream.tokens)  # no step has more
-        # Special tokens are never masked. A rank can be without rows in all of these steps.
-        special = self.assembler.extra * sum(rows) / max(1, sum(tokens))
-        masked = self.masking * (1 - special)
-        if "labels" in split.columns and not self.masking:
-            masked = 1.0
         return Capacities(
             np.array(tokens),
             np.array(rows),
             most,
             self.assembler.max_tokens,
             split.together,
-            masked,
+            self._share_to_predict(sum(tokens), sum(rows)),
         )
+
+    def _share_to_predict(self, tokens: int, rows: int) -> float:
+        """The share of tokens to predict, in `rows` rows that have `tokens` tokens in total."""
+        if not self.masking:
+            # a labelled word may begin at any token
+            return 1.0 if self.assembler.labels_words else 0.0
+        # special tokens are never masked; a rank may have no rows at all
+        special = self.assembler.extra * rows / max(1, tokens)
+        return self.masking * (1 - special)
 
     def sample(self) -> Batch[Tensor]:
         """The first example as a micro-batch on the device, for a pass that changes nothing."""

@@ -15,7 +15,7 @@ from xformer.ops import native
 
 Precision = Literal["fp32", "bf16"]
 MEASURED = ("amx_bf16", "avx512_bf16")  # x86: whole training steps were timed, and bf16 won
-KNOWN = (*MEASURED, "bf16", "svebf16")  # the last two are ARM's, where no step was timed
+KNOWN = (*MEASURED, "bf16", "svebf16")  # the last two are ARM's; no step was timed there
 AMPERE = (8, 0)  # the first compute capability whose tensor cores have bf16 and TF32
 SIDE, REPEATS = 2048, 5  # of the product that `times_slower` measures
 
@@ -95,7 +95,7 @@ def use_tf32(device: torch.device, wanted: bool) -> None:
             "system.tf32=true: this GPU has no TF32, which needs compute capability 8.0 or more; "
             "leave it out"
         )
-    # This function sets the older and the newer flags alike. PyTorch raises an error where a
-    # program has set some of each.
+    # PyTorch has older and newer flags for TF32, and raises an error if a program has set some of
+    # each. This function sets both alike.
     torch.set_float32_matmul_precision("high" if wanted else "highest")
     torch.backends.cudnn.allow_tf32 = wanted

@@ -37,13 +37,13 @@ class SystemConfig(Settings):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Type of the matrix products: fp32, or bf16 by autocast with fp32 weights. auto takes bf16 on
     GPUs from compute capability 8.0 and on CPUs with avx512_bf16 or amx_bf16, and fp32 elsewhere.
-    A run keeps the precision that it began with, and evaluation takes that of the training."""
+    A run keeps the precision that it began with, and evaluation uses the same one."""
     tf32: bool = False
     """On CUDA, with precision=fp32: compute matrix products and convolutions in TF32, which has the
     range of fp32 and 10 bits of mantissa."""
     threads: int = Field(0, ge=0, le=1024)
-    """CPU threads of a process. 0 takes OMP_NUM_THREADS, or else the process's share of the
-    cores."""
+    """CPU threads of a process. 0 takes the process's share of the cores, or OMP_NUM_THREADS if
+    that is set and only one process runs on the machine."""
     deterministic: bool = False
     """On CUDA, use only kernels that give the same bits every time. The CPU always does."""
 
@@ -67,9 +67,9 @@ class TrainingSystem(SystemConfig):
     without one no mfu is logged."""
     compile: Literal["auto", "none", "layers", "graphs"] = "auto"
     """What torch.compile compiles for training: the embeddings and each layer (layers), the whole
-    loss, which then runs as one CUDA graph (graphs; for small models on a single GPU), or nothing.
-    For compiled code every batch is filled up to one of a few shapes. auto: layers on CUDA, none on
-    the CPU."""
+    loss, which then runs as one CUDA graph (graphs; for small models on a single GPU), or nothing
+    (none). For compiled code every batch is filled up to one of a few shapes. auto: layers on CUDA,
+    none on the CPU."""
     profile: bool = False
     """Trace a few steps of rank 0, write RUN/profile/ and print where the time goes."""
 
@@ -91,7 +91,7 @@ class Ranks:
 
     def autocast(self, precision: str) -> torch.autocast:
         """The autocast context for fp32 or bf16."""
-        enabled = {"fp32": False, "bf16": True}[precision]  # auto has been replaced long ago
+        enabled = {"fp32": False, "bf16": True}[precision]  # auto was replaced before
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -145,9 +145,9 @@ def keep_memory() -> None:
     """Make glibc keep the memory of a step for the next step.
 
     If it returned the memory to the system, every large tensor would be mapped and zeroed page by
-    page again: 100,000 page faults in a step of 4,096 tokens. For the same reason nothing may have
-    a mapping of its own, as glibc gives to everything from 32 MiB on, such as the gradient of a
-    word table.
+    page again: 100,000 page faults in a step of 4,096 tokens. By default glibc also gives each
+    allocation of 32 MiB or more, such as the gradient of a word table, a mapping of its own, which
+    it returns as soon as it is freed. Such mappings are switched off for the same reason.
     """
     try:
         set_option = ctypes.CDLL(None).mallopt

@@ -32,7 +32,7 @@ class Sums:
 
 
 class Replicas:
-    """A model of which every rank has a copy. A call returns the loss of a micro-batch.
+    """A model with a copy on every rank. A call returns the loss of a micro-batch.
 
     The gradients are averaged over the ranks during the backward pass of a step's last micro-batch.
     On a single rank this is the model itself. `sample` returns any valid micro-batch, and
@@ -52,8 +52,8 @@ class Replicas:
         if ranks.world_size == 1:
             return
         self.copy = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        # `reduce` averages the buffers. (torch 2.13 deprecates the argument of this name, and torch
-        # 2.11 has no other.)
+        # `reduce` averages the buffers, so DistributedDataParallel need not broadcast them. Torch
+        # 2.13 deprecates the argument broadcast_buffers, and torch 2.11 has nothing in its place.
         self.copy.broadcast_buffers = False
         # The first backward pass decides the order in which gradients are summed. Make it a pass
         # whose gradient is discarded, so that a continued run has the same order as a new one.

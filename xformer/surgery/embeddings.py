@@ -95,7 +95,10 @@ def transplant(checkpoint: Checkpoint, source: str) -> Checkpoint:
     theirs = other.weights[WORD]
     check_width(source, theirs.size(1), ours.size(1))
     if checkpoint.mapping is not None:
-        raise BadInput("the checkpoint's mapping leads to the pieces that would be replaced")
+        raise BadInput(
+            "the checkpoint has a mapping to the pieces that would be replaced; give a checkpoint "
+            "without a mapping"
+        )
     weights = {**checkpoint.weights, WORD: theirs}
     if BIAS in weights:
         weights[BIAS] = other.weights.get(BIAS, torch.zeros(len(theirs)))

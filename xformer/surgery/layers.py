@@ -123,8 +123,8 @@ def reinit_head(
     """
     check_attention_head(checkpoint.config, layer, head)
     attention = f"{LAYERS}{layer - 1}.attention."
-    # the first dimension of each weight when the heads are the second: qkv.weight is viewed as
-    # (3, H, D, C), qkv.bias as (3, H, D) and out.weight as (C, H, D)
+    # Each weight is viewed with the heads as its second dimension: qkv.weight as (3, H, D C),
+    # qkv.bias as (3, H, D) and out.weight as (C, H, D). `leading` is the first dimension.
     leading = {"qkv.weight": 3, "qkv.bias": 3, "out.weight": checkpoint.config.hidden}
 
     def with_fresh_head(name: str, weight: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Evaluation of every task on a split, to find where the host waits for CUDA.
 
-    benchmarks.fake_cuda.start("benchmarks.splits", FOLDER)
+    benchmarks.fake_cuda.start("fake_device.splits", FOLDER)
 
 prints, for each case as a line of JSON, the operations at which the host would wait for a fake
 device, and for each batch how many had been made ahead of it. Scoring and prediction share the

@@ -1,6 +1,6 @@
 """Training steps of each of eight ranks, without the other seven and without a GPU.
 
-    benchmarks.fake_cuda.start("benchmarks.eight", FOLDER)
+    benchmarks.fake_cuda.start("fake_device.eight_ranks", FOLDER)
 
 prints, for each rank as a line of JSON, the operations at which the host would wait for a fake
 device, the number of micro-batches of each step, and what the rank exchanges with the others. The
@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import bare, fake_cuda
-from benchmarks.splits import LONGEST, TOKENIZER, split_for
 from benchmarks.steps import BF16, CLASSES, CNN, FP32, SHAPE, TASKS
+from fake_device.splits import LONGEST, TOKENIZER, split_for
 from xformer import scoring
 from xformer.data.batch import Assembler, Batch
 from xformer.data.sampler import Samples, Stream
@@ -40,7 +40,8 @@ from xformer.tasks.classify import Classify
 from xformer.tasks.task import Head, Loss, Model, Task
 
 WORLD, ACCUMULATE, STEPS = 8, 2, 2
-ROWS, LESS = 13, 8  # rows of a step, for 16 micro-batches; so many fewer in the last step
+ROWS = 13  # rows of a step, for 16 micro-batches: some have no row
+LESS = 8  # how many rows fewer the last step has
 
 
 class Bucketed(DistributedDataParallel):

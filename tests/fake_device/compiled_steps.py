@@ -1,6 +1,6 @@
 """Compile the training step of every task and shape for CUDA, without a GPU.
 
-    benchmarks.fake_cuda.start("benchmarks.compiled_steps", FOLDER)
+    benchmarks.fake_cuda.start("fake_device.compiled_steps", FOLDER)
 
 traces the loss of each case of benchmarks/steps.py on a fake device, as torch.compile does before
 it generates code. A case that cannot be traced as one program ends with a traceback.
