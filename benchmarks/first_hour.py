@@ -4,7 +4,9 @@
     python -m benchmarks.first_hour --rehearse        # tiny, on whatever device there is
 
 Each part runs in its own process with a time limit, so that a part that fails or hangs does not
-stop the others. Weights and data are random, and nothing is downloaded. gpu.md and gpu.json are
+stop the others. The checks run at the same time; then the models are timed one after another. All
+ends after --minutes: a part that is cut off keeps the rows that it has, and the report says which
+parts were cut off. Weights and data are random, and nothing is downloaded. gpu.md and gpu.json are
 written again after every part.
 """
 
@@ -19,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -522,23 +525,53 @@ def idle_share(work: Callable[[], None]) -> str:
 # ------------------------------------------------------------------------------- all of it
 
 
-# name: the part, and the seconds after which it counts as hanging
-PARTS: dict[str, tuple[Callable[[bool], Iterable[Row]], int]] = {
-    "operations": (operations, 180),
-    "tasks": (tasks, 120),
-    "waits": (waits, 180),
-    "compiled": (programs, 400),
-    "repeat": (repeat, 240),
-    "ranks": (ranks, 180),
-    "MiniLM": (speed_of("MiniLM"), 500),
-    "BERT-base": (speed_of("BERT-base"), 500),
-    "BERT-large": (speed_of("BERT-large"), 500),
-    "fine-tuning": (fine_tuning, 500),
+CHECKS: dict[str, Callable[[bool], Iterable[Row]]] = {
+    "operations": operations,
+    "tasks": tasks,
+    "waits": waits,
+    "compiled": programs,
+    "repeat": repeat,
+    "ranks": ranks,
 }
+SPEEDS = {  # in the order of their use to most users, because the last may be cut off
+    "fine-tuning": fine_tuning,
+    "BERT-base": speed_of("BERT-base"),
+    "MiniLM": speed_of("MiniLM"),
+    "BERT-large": speed_of("BERT-large"),
+}
+PARTS = CHECKS | SPEEDS
+LIMIT = 300  # seconds after which a part counts as hanging
+OVER = "the time for all parts is over; --only {} runs this part alone"
+running: set[subprocess.Popen[str]] = set()  # the parts, each in a session of its own
 
 
 def main() -> int:
     """Run the parts and write the report. Returns 1 if a part failed."""
+    given = _arguments()
+    if given.part:
+        if given.part == given.fail:
+            raise AssertionError("this part was told to fail")
+        if not CUDA:
+            compiled.BACKEND = "eager"  # traces the code but compiles nothing, so it takes seconds
+        for row in PARTS[given.part](given.rehearse):
+            print(json.dumps(asdict(row)), flush=True)
+        return 0
+    about_machine, deadline = described(), time.monotonic() + 60 * given.minutes
+    results: dict[str, dict[str, Any]] = {}
+
+    def measure(part: str) -> dict[str, Any]:
+        return of_part(part, given.rehearse, given.fail == part, deadline)
+
+    for part, result in in_turn(given.only, measure):
+        results[part] = result
+        print(f"{part}: {result['seconds']} s", *table(part, result), sep="\n", flush=True)
+        if given.output:
+            ordered = {name: results[name] for name in PARTS if name in results}
+            write_report(given.output, about_machine, ordered)
+    return int(any("error" in result for result in results.values()))
+
+
+def _arguments() -> argparse.Namespace:
     about, _, details = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.first_hour",
@@ -561,28 +594,39 @@ def main() -> int:
         help=f"run only some of the parts: {', '.join(PARTS)}",
     )
     parser.add_argument(
+        "--minutes",
+        type=float,
+        default=8.0,
+        help="the time for all parts together (default: %(default)g)",
+    )
+    parser.add_argument(
         "--fail", choices=PARTS, metavar="PART", help="make this part fail, to try the report"
     )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.part:
-        if given.part == given.fail:
-            raise AssertionError("this part was told to fail")
-        if not CUDA:
-            compiled.BACKEND = "eager"  # traces the code but compiles nothing, so it takes seconds
-        for row in PARTS[given.part][0](given.rehearse):
-            print(json.dumps(asdict(row)), flush=True)
-        return 0
     if not (CUDA or given.rehearse):
         parser.error("there is no CUDA device; --rehearse runs tiny models on the CPU")
-    about_machine = described()
-    results: dict[str, dict[str, Any]] = {}
-    for part in given.only:
-        results[part] = of_part(part, given.rehearse, given.fail == part)
-        print(f"{part}: {results[part]['seconds']} s", *table(part, results[part]), sep="\n")
-        if given.output:
-            write_report(given.output, about_machine, results)
-    return int(any("error" in result for result in results.values()))
+    return given
+
+
+def in_turn(
+    parts: list[str], measure: Callable[[str], dict[str, Any]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each part with its result, as it ends. The checks run at the same time, then the other parts
+    one after another. On the CPU the checks would only wait for each other, so they take turns."""
+    with ThreadPoolExecutor(len(CHECKS) if CUDA else 1) as pool:
+        checks = {pool.submit(measure, part): part for part in parts if part in CHECKS}
+        try:
+            for done in as_completed(checks):
+                yield checks[done], done.result()
+            for part in parts:
+                if part in SPEEDS:
+                    yield part, measure(part)
+        except BaseException:  # Ctrl-C does not reach a process of another session
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(running):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
 
 
 def described() -> str:
@@ -594,11 +638,16 @@ def described() -> str:
         return "An unknown machine"
 
 
-def of_part(part: str, rehearse: bool, fail: bool) -> dict[str, Any]:
-    """The rows of a part, the seconds that it took, and its error if it has one."""
+def of_part(part: str, rehearse: bool, fail: bool, deadline: float) -> dict[str, Any]:
+    """The rows of a part, the seconds that it took, and its error if it has one. A part is killed
+    after LIMIT seconds, or at the `deadline` of all parts (of time.monotonic)."""
+    begun = time.monotonic()
+    left = deadline - begun
+    if left <= 0:
+        return {"seconds": 0.0, "rows": [], "error": f"not run: {OVER.format(part)}"}
     line = [sys.executable, "-m", "benchmarks.first_hour", "--part", part]
     line += ["--rehearse"] * rehearse + ["--fail", part] * fail
-    limit, begun, late = PARTS[part][1] * (4 if rehearse else 1), time.monotonic(), ""
+    limit, late = min(left, LIMIT), ""
     process = subprocess.Popen(
         line,
         cwd=ROOT,
@@ -608,15 +657,15 @@ def of_part(part: str, rehearse: bool, fail: bool) -> dict[str, Any]:
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
+    running.add(process)
     try:
         out, error = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # its own processes too
         out, error = process.communicate()
-        late = f"it did not end in {limit} s"
-    except BaseException:  # Ctrl-C does not reach a process of another session
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
+        late = OVER.format(part) if left < LIMIT else f"it did not end in {LIMIT} s"
+    finally:
+        running.discard(process)
     result: dict[str, Any] = {
         "seconds": round(time.monotonic() - begun, 1),
         "rows": [json.loads(line) for line in out.splitlines() if line.startswith('{"what": ')],

@@ -7,8 +7,10 @@ accept.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -181,11 +183,30 @@ os.kill(os.getpid(), signal.SIGKILL)"""
     monkeypatch.setattr(
         subprocess, "Popen", lambda line, **given: start([sys.executable, "-c", code], **given)
     )
-    result = first_hour.of_part("waits", True, False)
+    result = first_hour.of_part("waits", True, False, math.inf)
     assert first_hour.table("waits", result) == [
         "| a | 1 |  |",
         "| waits | **failed** | it was ended by SIGKILL |",
     ]
+
+
+def test_the_first_hour_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that is cut off keeps its rows, and a part that comes too late is not started."""
+    code = """import json, time
+print(json.dumps({"what": "a", "value": "1", "note": ""}), flush=True)
+time.sleep(600)"""
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda line, **given: start([sys.executable, "-c", code], **given)
+    )
+    over = "the time for all parts is over; --only MiniLM runs this part alone"
+    for seconds, lines in (
+        (8.0, ["| a | 1 |  |", f"| MiniLM | **failed** | {over} |"]),
+        (0.0, [f"| MiniLM | **failed** | not run: {over} |"]),
+    ):
+        result = first_hour.of_part("MiniLM", True, False, time.monotonic() + seconds)
+        assert first_hour.table("MiniLM", result) == lines
+    assert not first_hour.running
 
 
 def test_the_first_hour_compares_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
