@@ -69,10 +69,21 @@ class BatchConfig(Settings):
     tokens: int = Field(0, ge=0, le=2**28)
     """Tokens per step, special tokens included: a step takes as many rows as fit. 0 uses
     batch.rows."""
-    max_tokens: int = Field(128, ge=3)
-    """Maximum length of a row in tokens, special tokens included. Longer rows are truncated."""
+    max_tokens: int = Field(128, ge=0)
+    """Maximum length of a row in tokens, special tokens included. Longer rows are truncated. 0
+    takes the longest rows that the model accepts, and refuses a store with longer ones."""
     accumulate: int = Field(1, ge=1, le=2**20)
     """Gradient accumulation: micro-batches per rank and step. More of them need less memory."""
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _room_for_a_token(cls, value: int) -> int:
+        if value in (1, 2):
+            raise ValueError(
+                f"batch.max_tokens={value} has no room beside two special tokens; give 3 or more, "
+                "or 0 for the longest rows that the model accepts"
+            )
+        return value
 
 
 class MaskingConfig(Settings):

@@ -396,7 +396,7 @@ class Costs:
         if shape is None or None in sizes:
             return None
         rows, tokens = np.sum(np.array(sizes), axis=0).tolist()
-        length = min(-(-tokens // rows) + 2, recipe.batch.max_tokens)
+        length = min(-(-tokens // rows) + 2, recipe.batch.max_tokens or shape.max_positions)
         if recipe.train.steps:
             total = recipe.train.steps * (recipe.batch.tokens / length or recipe.batch.rows)
         else:
