@@ -141,9 +141,9 @@ class TrainConfig(Settings):
     """Also keep the checkpoints of steps that are multiples of this; 0 keeps none of them."""
     keep_at: str | tuple[int | str, ...] = ()
     """When to keep a copy of the weights, in RUN/trajectory: "log" (step 0, powers of two, then
-    every twentieth of the run), "log:500" (at powers of two, then every 500 steps), or a list of
-    steps, tokens (special tokens included) and words of the raw text, such as [0, 100, "5M tokens",
-    "1M words"]."""
+    every twentieth of the run), "log:500" (at powers of two, then every 500 steps), or steps,
+    tokens (special tokens included) and words of the raw text: one, such as 10K words, or a list,
+    such as [0, 100, "5M tokens", "1M words"]."""
     keep_state: bool = True
     """Whether a finished run can be extended. false keeps only the weights of the selected
     checkpoint. They are a third of the checkpoint or less."""
@@ -180,7 +180,7 @@ class TrainConfig(Settings):
     @classmethod
     def _marks(cls, value: Any) -> Any:
         trajectory.parse(value)
-        return value
+        return (value,) if isinstance(value, int) else value
 
 
 class Recipe(Settings):

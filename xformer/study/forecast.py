@@ -246,7 +246,7 @@ class Forecast:
         self._check_surgery(self.at(recipe.init), recipe.surgery)
         model = self.made(job)
         if store.tokenizer.is_other(model.tokenizer):
-            mapping.check_foreign_store(recipe.mapping, store.name)
+            mapping.check_foreign_store(recipe.mapping, store.name, store.tokenizer.letters)
         pieces = (model.shape.vocab_size if model.shape else 0) or model.tokenizer.size
         mapped = mapping.parse(recipe.mapping)[0] in ("ids", "symbols", "unused")
         if mapped and pieces and size and size > pieces:
