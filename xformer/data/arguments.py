@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 from xformer.data.errors import BadInput
 
-
 # an option -> the names that other programs use for it
 SYNONYMS = {
     "--field": "column json_field text_column text_field",
