@@ -101,11 +101,11 @@ class Setup:
         return replace(self.train, split=self.store.split(split))
 
 
-def prepare(recipe: Recipe, ranks: Ranks, typed: Collection[str] | None = None) -> Setup:
+def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = None) -> Setup:
     """Open and check everything that a recipe names. Writes nothing. Raises BadInput.
 
-    `typed` are the keys that the user typed. The other values of model.* are those of a recipe's
-    file, which give way to the checkpoint of `init=`. By default all count as typed.
+    `overrides` are the keys that the user typed. The other values of model.* are those of a
+    recipe's file, which give way to the checkpoint of `init=`. By default all count as typed.
 
     The setup's recipe has the values that the run uses: fp32 or bf16 in place of
     `system.precision=auto`, the model's length in place of `batch.max_tokens=0`, and the shape of
@@ -115,7 +115,7 @@ def prepare(recipe: Recipe, ranks: Ranks, typed: Collection[str] | None = None) 
     store = open_stores(recipe.data)
     for name in store.splits:
         store.split(name)  # refuses a split without rows now, not when it is scored
-    start = _initial(recipe, store, typed)
+    start = _initial(recipe, store, overrides)
     recipe, replaced = _with_shape(recipe, start)
     check_model(recipe, start.config)
     check_data(recipe, store.kind, store.splits, store.name)
@@ -185,12 +185,12 @@ def _earlier(run: Path) -> str:
     return "bf16" if recorded == "bf16" else "fp32"  # the first versions knew only fp32
 
 
-def _initial(recipe: Recipe, store: Store, typed: Collection[str] | None) -> Checkpoint:
+def _initial(recipe: Recipe, store: Store, overrides: Collection[str] | None) -> Checkpoint:
     """The checkpoint of `init=`, or fresh weights. Raises BadInput if a weight is not finite."""
     if recipe.init is None:
         return checkpoints.fresh(recipe.model, store.tokenizer(), recipe.seed.of("weights"))
     start = checkpoints.load(recipe.init)
-    start = replace(start, config=with_settings(start.config, recipe.model, typed))
+    start = replace(start, config=with_settings(start.config, recipe.model, overrides))
     for name, weight in start.weights.items():
         if not weight.isfinite().all():
             raise BadInput(
@@ -314,14 +314,14 @@ def check_data(recipe: Recipe, kind: str, splits: Collection[str], store: object
 
 
 def with_settings(
-    config: ModelConfig, wanted: ModelConfig, typed: Collection[str] | None = None
+    config: ModelConfig, wanted: ModelConfig, overrides: Collection[str] | None = None
 ) -> ModelConfig:
     """A checkpoint's model config with the dropout that is `wanted`. Raises BadInput that names all
-    keys in which they differ otherwise, among the `typed` ones (None: all)."""
+    keys in which they differ otherwise, among the `overrides` (None: all keys)."""
     refused = {
         f"model.{name}": values
         for name, values in _differing(config, wanted).items()
-        if typed is None or f"model.{name}" in typed or name == "architecture"
+        if overrides is None or f"model.{name}" in overrides or name == "architecture"
     }
     if refused:
         given = ", ".join(f"{name}={value}" for name, (value, _) in refused.items())

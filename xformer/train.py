@@ -52,15 +52,15 @@ def main() -> None:
     with processes.group():
         recipe = load(Recipe, sys.argv[1:])
         mapping.parse(recipe.mapping)
-        typed = flat(parse_overrides(Recipe, sys.argv[2:]))
-        train(recipe, processes.start(recipe.system), typed=typed)
+        overrides = flat(parse_overrides(Recipe, sys.argv[2:]))
+        train(recipe, processes.start(recipe.system), overrides=overrides)
 
 
 def train(
-    recipe: Recipe, ranks: Ranks, until: int = 0, typed: Collection[str] | None = None
+    recipe: Recipe, ranks: Ranks, until: int = 0, overrides: Collection[str] | None = None
 ) -> None:
-    """Run a recipe to its end, or to step `until`, resuming from its newest checkpoint. `typed` is
-    passed to `prepare`.
+    """Run a recipe to its end, or to step `until`, resuming from its newest checkpoint. `overrides`
+    are the keys that the user typed; see `prepare`.
 
     Raises BadInput if the input is wrong, before anything is written. (A split with nothing to
     score can be noticed later, when it is scored.) Raises Interrupted if a signal stops the run,
@@ -68,7 +68,7 @@ def train(
     if the last checkpoint cannot be written.
     """
     # open everything that the recipe names, and find out how far the run got
-    setup = prepare(recipe, ranks, typed)
+    setup = prepare(recipe, ranks, overrides)
     compiling = compiles(recipe.system, ranks, setup.start.config)
     run, config = open_run(setup)
     recipe = setup.recipe  # with the values that the run uses
