@@ -134,6 +134,14 @@ def test_a_run_decides_the_shape_too(forks: Forks, data: Toys, tmp_path: Path) -
     refused(forks.run(*line), "model.layers=3: the checkpoint given as init has 2; leave")
 
 
+def test_without_a_checkpoint_there_is_nothing_to_continue(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    line = ("train.py", CONTINUE, f"data={data.text}", f"run={tmp_path / 'run'}")
+    refused(forks.run(*line), "init must be given: init=CHECKPOINT")
+    assert not (tmp_path / "run").exists()
+
+
 def test_longest_row(data: Toys) -> None:
     assert longest_row("micro/english") == 128
     assert longest_row(data.tokenizer) is None

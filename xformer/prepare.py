@@ -111,6 +111,8 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     `system.precision=auto`, the model's length in place of `batch.max_tokens=0`, and the shape of
     the checkpoint.
     """
+    if recipe.init == "":
+        raise BadInput("init must be given: init=CHECKPOINT, or init=RUN of a finished run")
     recipe, precision = settled(recipe, ranks)
     store = open_stores(recipe.data)
     for name in store.splits:

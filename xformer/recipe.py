@@ -194,7 +194,7 @@ class Recipe(Settings):
     """Directory of the run. Repeat the command to resume a stopped run."""
     init: str | None = None
     """The checkpoint or finished run to start from. Without it, a model with the shape in model.*
-    is initialised at random."""
+    is initialised at random. A recipe with init = "" asks for one."""
     head: TaskName
     """What to predict: masked tokens (mlm), a class (classify), a score (regress), the span of an
     answer (span), the class of each word (tag), or the right one of several endings (choice)."""
