@@ -223,6 +223,8 @@ def test_dev_sets_of_squad(shared, tmp_path):
         (squad(question(0, "1973"), question(0, None)), "raw.json:2: an earlier question has"),
         ({"data": [{"title": "x"}]}, "not of SQuAD's form .* KeyError\\('paragraphs'\\)"),
         ([1], "not of SQuAD's form"),
+        ({"data": ["x"]}, "not of SQuAD's form"),
+        ({"data": [3]}, "not of SQuAD's form"),
         ({"data": []}, "raw.json holds no question that can be used"),
         (squad({"id": "q", "question": "?"}), "raw.json:1: q: it has no 'answers' to train on"),
     ],

@@ -136,7 +136,9 @@ def _nearest_recipe(path: Path) -> str:
     none is near, the recipes of its folder, or those for training."""
     names = list(recipes())
     beside = {file.stem: file.name for file in path.parent.glob("*.toml")}
-    for known in (beside, {name.partition("/")[2]: name for name in names}):
+    in_folder = [name for name in names if name.startswith(f"{path.parent.name}/")]
+    stems = [{n.partition("/")[2]: n for n in some} for some in (in_folder, reversed(names))]
+    for known in (beside, *stems):  # of equal stems, that of a study comes last
         if close := difflib.get_close_matches(path.stem, known, 1):
             return f"; did you mean {known[close[0]]}?"
     folders = (path.parent.name, path.stem)

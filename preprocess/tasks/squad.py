@@ -307,7 +307,7 @@ def read_articles(path: Path, bad: BadRows, training: bool) -> Iterator[Paragrap
                 else:
                     questions.append(question)
             yield title, context, questions
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise BadInput(
             f"{path} is not of SQuAD's form (data, paragraphs, qas): {error!r}"
         ) from None
