@@ -483,6 +483,20 @@ def test_another_tokenizers_store_is_refused(tmp_path: Path, spec: str) -> None:
         mapping.build_mapping(spec, foreign, BERT)
 
 
+def test_a_foreign_store_names_the_mapping_for_its_case(tmp_path: Path) -> None:
+    text = made_store(tmp_path / "text", ROBERTA, [[5, 6]])
+    dna = made_store(tmp_path / "dna", vocabularies.symbols("ACGT"), [[5, 6]])
+    for store, words in (
+        (text, "checkpoint's; make it again with --tokenizer CHECKPOINT; mapping=ids keeps"),
+        (dna, "checkpoint's; its symbols .* are not words: give mapping=symbols:0"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            mapping.build_mapping("none", store, BERT)
+    with pytest.raises(BadInput, match=r"of text again .*; for one of DNA, .* mapping=symbols:0"):
+        mapping.check_foreign_store("none", "made.task")
+    assert mapping.build_mapping("symbols:0", dna, BERT) is not None
+
+
 def test_ids_must_fit_the_model(tmp_path: Path) -> None:
     wide = vocabularies.symbols("abcdefghijklmnop")  # 21 ids; the model has 19
     assert (

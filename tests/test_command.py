@@ -131,7 +131,16 @@ def test_a_recipe_is_found_by_path_or_name(tmp_path: Path, monkeypatch: pytest.M
         ("finetune/clasify", "; did you mean finetune/classify?"),
         ("recipes/pretrain/mini.toml", "; did you mean pretrain/mini?"),  # there is no checkout
         ("clasify", "; did you mean finetune/classify?"),
-        ("zzz", "; `xformer recipes` lists the names"),
+        ("pretrain/micr", "; did you mean pretrain/micro?"),
+        ("recipes/pretrain/dem.toml", "; did you mean pretrain/demo?"),
+        ("micr", "; did you mean pretrain/micro?"),
+        ("studies/micr", "; did you mean studies/micro?"),
+        ("zzz", f"; there are {', '.join(n for n in recipes() if not n.startswith('studies'))}"),
+        (
+            "finetune/zzz.toml",
+            "; there are finetune/choice, finetune/classify, finetune/demo, finetune/hilbert-cnn, "
+            "finetune/regress, finetune/squad, finetune/tag",
+        ),
     ):
         with pytest.raises(BadInput) as refusal:
             read_recipe(find_recipe(wrong))

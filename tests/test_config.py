@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from xformer.config import (
-    ELSEWHERE,
+    SYNONYMS,
     Paths,
     Settings,
     all_keys,
@@ -26,6 +26,7 @@ from xformer.config import (
     validate,
 )
 from xformer.data.errors import BadInput
+from xformer.evaluate import EvaluateConfig
 from xformer.recipe import Recipe
 
 
@@ -268,4 +269,48 @@ def test_settings_are_frozen_and_every_key_has_a_sentence() -> None:
 
 def test_the_names_of_others_lead_to_our_keys() -> None:
     keys = set(flat(Recipe(data="-", run="-", head="mlm").model_dump())) | {"init"}
-    assert set(ELSEWHERE.values()) <= keys
+    assert {key.partition("=")[0] for key in SYNONYMS} <= keys | set(all_keys(EvaluateConfig))
+
+
+@pytest.mark.parametrize(
+    ("typed", "key"),
+    [
+        ("learning_rate=1e-4", "optim.lr"),
+        ("optim.learning_rate=1e-4", "optim.lr"),
+        ("lr=1e-4", "optim.lr"),
+        ("batch_size=32", "batch.rows"),
+        ("train.batch_size=32", "batch.rows"),
+        ("batch=32", "batch.rows"),
+        ("epochs=3", "train.epochs"),
+        ("num_train_epochs=3", "train.epochs"),
+        ("max_length=128", "batch.max_tokens"),
+        ("max-seq-length=128", "batch.max_tokens"),
+        ("--max_seq_length=128", "batch.max_tokens"),
+        ("warmup_steps=10", "optim.warmup"),
+        ("output_dir=x", "run"),
+        ("model=bert", "init"),
+        ("optim=adam", "optim.name"),
+        ("masking=0.3", "masking.probability"),
+        ("bf16=true", "system.precision=bf16"),
+        ("fp16=true", "system.precision"),
+        ("dropout=0", "model.dropout"),
+        ("num_attention_heads=2", "model.heads"),
+        ("save_steps=2", "train.checkpoint_every"),
+    ],
+)
+def test_a_name_of_others_leads_to_our_key(typed: str, key: str) -> None:
+    given = parse_overrides(Recipe, [typed])
+    with pytest.raises(BadInput) as refusal:
+        validate(Recipe, merge({"data": "x", "run": "y", "head": "mlm"}, given))
+    assert str(refusal.value).endswith(f"; did you mean {key}?")
+
+
+def test_a_name_leads_to_the_keys_of_its_command() -> None:
+    for typed, end in (
+        ("output_file=x", "; did you mean out?"),
+        ("dataset=x", "; did you mean data?"),
+        ("batch_size=3", "unknown key batch_size; --help lists the keys"),
+    ):
+        with pytest.raises(BadInput) as refusal:
+            validate(EvaluateConfig, parse_overrides(EvaluateConfig, [typed]))
+        assert str(refusal.value).endswith(end)

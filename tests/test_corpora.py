@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -197,6 +198,55 @@ def test_every_format_gives_its_documents(tmp_path, ending):
     assert made(paths[1], format="text")[0].startswith('{"text": "four')
     (tmp_path / "odd").write_text('{"body": "x"}')
     assert made(tmp_path / "odd", format="jsonl", json_field="body") == ["x"]
+
+
+SQUAD = {"version": 2, "data": [{"title": "t", "paragraphs": [{"context": c} for c in "xy"]}] * 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "field", "documents"),
+    [
+        ("t.jsonl", json.dumps({"data": {"body": "x"}, "id": "1"}), "data.body", ["x"]),
+        ("t.jsonl", json.dumps({"a.b": "literal", "a": {"b": "x"}}), "a.b", ["literal"]),
+        ("t.jsonl", json.dumps({"body": ["x", "y"]}), "body", ["x", "y"]),
+        ("t.json", json.dumps(SQUAD), "data.paragraphs.context", ["x", "y"] * 2),
+        ("t.json", json.dumps(SQUAD, indent=1), "data.paragraphs.context", ["x", "y"] * 2),
+        ("t.csv", 'id,body\n1,"x, y"\n2,\n3,"a\nb"\n', "body", ["x, y", "a\nb"]),
+        ("t.tsv", 'id\tbody\n1\t"x\n', "body", ['"x']),
+    ],
+)
+def test_a_field_is_reached(tmp_path, name, content, field, documents):
+    (tmp_path / name).write_text(content)
+    assert made(tmp_path / name, json_field=field) == documents
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "phrase"),
+    [
+        (
+            "t.jsonl",
+            json.dumps({"id": "1", "data": {"url": "u", "my body": "longer"}}),
+            "t.jsonl:1: no field 'text'; it has 'id', 'data'; --field 'data.my body' reaches its "
+            "longest text",
+        ),
+        (
+            "t.json",
+            json.dumps(SQUAD, indent=1),
+            "t.json:1: no field 'text'; it has 'version', 'data'; --field data.paragraphs.context "
+            "reaches its longest text",
+        ),
+        ("t.json", '{\n"a":\n', "t.json: not valid JSON"),
+        (
+            "t.csv",
+            "id,body\n1,x\n",
+            "has no column 'text'; it has 'id', 'body'; name one with --fi",
+        ),
+    ],
+)
+def test_what_reaches_no_text_names_what_does(tmp_path, name, content, phrase):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(BadInput, match=re.escape(phrase)):
+        made(tmp_path / name)
 
 
 def test_a_store_and_a_vocabulary_of_a_directory(tmp_path, toks, monkeypatch):

@@ -304,7 +304,7 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
         ["head=classify needs a store of kind class; made.letters is of kind text"],
     ),
     # vocabularies: a model of words, or of four letters and five special tokens
-    ([corpus("wordy")], [OTHER, "give mapping=ids, mapping=symbols:SEED"]),
+    ([corpus("wordy")], [OTHER, "give mapping=symbols:0, "]),
     ([corpus("wordy"), finetune("mapping = 'shift:5'")], ["mapping=shift:5 needs a store"]),
     (
         [corpus("four"), BY_WORDS, finetune("mapping = 'ids'")],

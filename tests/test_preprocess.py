@@ -667,6 +667,8 @@ REFUSED = [
     (["txet"], "'txet' is not one of .* did you mean text"),
     ([], "required: COMMAND"),
     (["text", "--inptu", "x", *TEXT[1:], "corpus.txt"], "--inptu; did you mean --input"),
+    ([*TEXT, "corpus.txt", "--max-length", "9"], "--max-length; did you mean --max-tokens"),
+    ([*TEXT, "corpus.txt", "--text-column=x"], "--text-column=x; did you mean --field"),
     ([*TOK, "wordpeice"], "did you mean wordpiece"),
     ([*TOK, "bpe", "--vocab-size", "many"], "'many' is not a whole number"),
     ([*TOK, "bpe", "--vocab-size", "100"], "--vocab-size 100 is too small"),

@@ -223,6 +223,8 @@ def test_dev_sets_of_squad(shared, tmp_path):
         (squad(question(0, "1973"), question(0, None)), "raw.json:2: an earlier question has"),
         ({"data": [{"title": "x"}]}, "not of SQuAD's form .* KeyError\\('paragraphs'\\)"),
         ([1], "not of SQuAD's form"),
+        ({"data": ["x"]}, "not of SQuAD's form"),
+        ({"data": [3]}, "not of SQuAD's form"),
         ({"data": []}, "raw.json holds no question that can be used"),
         (squad({"id": "q", "question": "?"}), "raw.json:1: q: it has no 'answers' to train on"),
     ],
@@ -236,8 +238,8 @@ def test_refused(monkeypatch, tmp_path, tokenizer, value, phrase):
 @pytest.mark.parametrize(
     ("options", "phrase"),
     [
-        (["--stride", 400], "--stride 400 would leave gaps: .* hold only 317"),
-        (["--max-tokens", 70], "--stride 128 would leave gaps"),
+        (["--stride", 400], "--stride 400 would leave gaps: .* hold only 317; give --stride 158"),
+        (["--max-tokens", 128, "--stride", 62], "hold only 61; give --stride 30$"),
         (["--valid", "missing.json"], "missing.json does not exist"),
         (["--input", "nowhere"], "nowhere is not a directory"),
     ],
@@ -245,6 +247,81 @@ def test_refused(monkeypatch, tmp_path, tokenizer, value, phrase):
 def test_refused_options(monkeypatch, tmp_path, tokenizer, options, phrase):
     with pytest.raises(BadInput, match=phrase):
         make(monkeypatch, tmp_path, tokenizer, squad(question(0, "1973")), *options)
+    assert not (tmp_path / "s").exists()
+
+
+def test_short_rows_have_a_stride_that_fits(monkeypatch, tmp_path, tokenizer):
+    """Every token of the context is in a window, and neighbouring windows overlap by half."""
+    value = squad(question(0, "1973"))
+    store = make(monkeypatch, tmp_path, tokenizer, value, "--max-tokens", 128)
+    starts = np.asarray(store.split("train").columns["window"])
+    assert np.diff(starts).tolist() == [30] * (len(starts) - 1)
+    assert store.meta["origin"]["squad"]["stride"] == 30
+    assert Assembler(store.split("train"), store.tokenizer(), 128).longest() <= 128
+
+
+def articles(count: int) -> dict[str, Any]:
+    """One question on each article."""
+    each = [squad(question(i, "1973"))["data"][0] | {"title": f"t{i}"} for i in range(count)]
+    return {"data": each}
+
+
+def of_single_file(monkeypatch, tmp_path, tokenizer, count, *options):
+    raw = write(tmp_path / "single.json", articles(count))
+    arguments = ["--input", raw, "--tokenizer", tokenizer, "--output", tmp_path / "s", *options]
+    monkeypatch.setattr("sys.argv", ["preprocess.py", "task", "squad", *map(str, arguments)])
+    cli.main()
+    store = open_store(tmp_path / "s")
+    found = {}
+    for name in store.splits:
+        column = store.split(name).columns["question.id"]
+        found[name] = {column.text(i) for i in range(len(column))}
+    return found, store
+
+
+def test_a_single_file_is_split_by_article(monkeypatch, tmp_path, tokenizer):
+    found, store = of_single_file(monkeypatch, tmp_path, tokenizer, 40)
+    assert {name: len(ids) for name, ids in found.items()} == {"train": 36, "valid": 2, "test": 2}
+    assert set.union(*found.values()) == {f"q{i}" for i in range(40)}
+    assert store.meta["origin"]["seed"] == 0
+    again, _ = of_single_file(monkeypatch, tmp_path, tokenizer, 40, "--overwrite")
+    other, _ = of_single_file(monkeypatch, tmp_path, tokenizer, 40, "--overwrite", "--seed", 1)
+    assert again == found
+    assert other != found
+    test = ("--overwrite", "--test", write(tmp_path / "test.json", squad(question(0, "1973"))))
+    given, _ = of_single_file(monkeypatch, tmp_path, tokenizer, 40, *test)
+    assert {name: len(ids) for name, ids in given.items()} == {"train": 36, "valid": 4, "test": 1}
+    few, _ = of_single_file(monkeypatch, tmp_path, tokenizer, 3, "--overwrite")
+    assert {name: len(ids) for name, ids in few.items()} == {"train": 1, "valid": 1, "test": 1}
+
+
+def test_a_single_article_is_split_by_context(monkeypatch, tmp_path, tokenizer, capsys):
+    paragraphs = [
+        squad(question(i, "1973"), context=f"{CONTEXT} {i}")["data"][0]["paragraphs"][0]
+        for i in range(20)
+    ]
+    raw = write(tmp_path / "single.json", {"data": [{"paragraphs": paragraphs}]})
+    arguments = ["--input", raw, "--tokenizer", tokenizer, "--output", tmp_path / "s"]
+    monkeypatch.setattr("sys.argv", ["preprocess.py", "task", "squad", *map(str, arguments)])
+    cli.main()
+    store = open_store(tmp_path / "s")
+    sizes = {n: len(store.split(n).columns["question.id"]) for n in store.splits}
+    assert sizes == {"train": 18, "valid": 1, "test": 1}
+    assert "has only 1 article, so its contexts are divided" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "phrase"),
+    [
+        (2, [], "has too few contexts to divide, 1; give --train FILE and --valid FILE"),
+        (3, ["--valid", "x"], "--valid cannot be combined with --input .*; give it as --train"),
+    ],
+)
+def test_a_single_file_that_cannot_be_split(
+    monkeypatch, tmp_path, tokenizer, count, options, phrase
+):
+    with pytest.raises(BadInput, match=phrase):
+        of_single_file(monkeypatch, tmp_path, tokenizer, count, *options)
     assert not (tmp_path / "s").exists()
 
 

@@ -72,10 +72,20 @@ def kept(run: Path) -> list[int]:
         ),
         (["1M words"], (Milestone(10**6, "word", "1M words"),)),
         (["0.3M words"], (Milestone(300_000, "word", "0.3M words"),)),
+        (["10K words"], (Milestone(10_000, "word", "10K words"),)),
+        ("10K words", (Milestone(10_000, "word", "10K words"),)),
+        (100, (Milestone(100, "step", "100"),)),
     ],
 )
 def test_forms(value: Any, wanted: Any) -> None:
     assert parse(value) == wanted
+
+
+@pytest.mark.parametrize("text", ["10K words", '["10K words"]', "100"])
+def test_one_mark_needs_no_list(data: Toys, text: str) -> None:
+    line = training(SMOKE, data.text, Path("run"), f"train.keep_at={text}")
+    [mark] = parse(config.load(Recipe, line[1:]).train.keep_at)  # type: ignore[misc]
+    assert mark in (Milestone(10_000, "word", "10K words"), Milestone(100, "step", "100"))
 
 
 @pytest.mark.parametrize(
@@ -85,8 +95,8 @@ def test_forms(value: Any, wanted: Any) -> None:
         ("", "''"),
         ("log:0", "'log:0'"),
         ("log:1k", "'log:1k'"),
-        ("100", "100"),
-        ("1M words", "'1M words'"),
+        ("1.5", "1.5"),
+        ("1M letters", "'1M letters'"),
         ("true", "True"),
         ("[true]", "True"),
         ("[1.5]", "1.5"),

@@ -101,7 +101,8 @@ def load(schema: type[SettingsType], arguments: list[str], recipe: bool = True) 
     if recipe:
         if not arguments or "=" in arguments[0]:
             such = typed("such as recipes/pretrain/mini.toml")
-            raise BadInput(f"the first argument must be a recipe, {such}")
+            lists = "`xformer recipes` lists them"
+            raise BadInput(f"the first argument must be a recipe, {such}; {lists}")
         values, name, *arguments = read_recipe(find_recipe(arguments[0])), *arguments
         if "scales" in values:
             study = typed("python -m xformer.study")
@@ -131,14 +132,19 @@ def find_recipe(text: str, beside: Path = Path(), kind: str = "") -> Path:
 
 
 def _nearest_recipe(path: Path) -> str:
-    """ "; did you mean X?" for a recipe that does not exist. X is a file beside it, or a name."""
-    if near := nearest(path.name, [p.name for p in path.parent.glob("*.toml")]):
-        return near
-    name, names = "/".join(path.with_suffix("").parts[-2:]), list(recipes())
-    full = {key.partition("/")[2]: key for key in names}
-    close = difflib.get_close_matches(name, names, 1)
-    close = close or [full[stem] for stem in difflib.get_close_matches(path.stem, full, 1)]
-    return f"; did you mean {close[0]}?" if close else "; `xformer recipes` lists the names"
+    """ "; did you mean X?" for a recipe that does not exist. X is a file beside it, or a name. If
+    none is near, the recipes of its folder, or those for training."""
+    names = list(recipes())
+    beside = {file.stem: file.name for file in path.parent.glob("*.toml")}
+    in_folder = [name for name in names if name.startswith(f"{path.parent.name}/")]
+    stems = [{n.partition("/")[2]: n for n in some} for some in (in_folder, reversed(names))]
+    for known in (beside, *stems):  # of equal stems, that of a study comes last
+        if close := difflib.get_close_matches(path.stem, known, 1):
+            return f"; did you mean {known[close[0]]}?"
+    folders = (path.parent.name, path.stem)
+    listed = [name for name in names if name.partition("/")[0] in folders]
+    listed = listed or [name for name in names if not name.startswith("studies/")]
+    return f"; there are {', '.join(listed)}" if listed else ""
 
 
 def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -289,13 +295,15 @@ def _complaint(schema: type[Settings], error: ErrorDetails) -> str:
         keys = all_keys(schema)
         choices = [*keys, *sorted({key.rpartition(".")[0] for key in keys})]  # keys and groups
         in_list = any(isinstance(part, int) for part in place)
-        return f"unknown key {name}{'' if in_list else nearest(name, choices)}"
+        near = "" if in_list else nearest(name, choices) or "; --help lists the keys"
+        return f"unknown key {name}{near}"
     if kind == "missing":
         return f"{name} must be given: {name}=..."
     if kind == "value_error":  # from one of our validators, whose messages name the key
         return message.removeprefix("Value error, ")
     if kind == "model_type":
-        message = f"this is a group of keys; give {name}.KEY=VALUE"
+        near = _synonym(name, all_keys(schema))
+        message = f"this is a group of keys; give {name}.KEY=VALUE{near}"
     elif kind == "union_tag_invalid":
         message = f"its op must be one of {error['ctx']['expected_tags']}"
     elif kind in ("union_tag_not_found", "model_attributes_type"):
@@ -311,38 +319,64 @@ def _repr(value: Any) -> str:
         return "{... very deep ...}"
 
 
-# the names that transformers and other libraries use for some keys
-ELSEWHERE = {
-    "batch_size": "batch.rows",
-    "bf16": "system.precision",
-    "epochs": "train.epochs",
-    "fp16": "system.precision",
-    "gradient_accumulation_steps": "batch.accumulate",
-    "label_smoothing_factor": "loss.label_smoothing",
-    "learning_rate": "optim.lr",
-    "lr_scheduler_type": "optim.schedule",
-    "max_grad_norm": "optim.clip",
-    "max_length": "batch.max_tokens",
-    "max_seq_length": "batch.max_tokens",
-    "max_steps": "train.steps",
-    "mlm_probability": "masking.probability",
-    "model_name_or_path": "init",
-    "num_train_epochs": "train.epochs",
-    "output_dir": "run",
-    "per_device_train_batch_size": "batch.rows",
-    "resume_from_checkpoint": "run",
-    "task": "head",
-    "train_file": "data",
-    "warmup_ratio": "optim.warmup",
-    "warmup_steps": "optim.warmup",
+# a key, or a key with its value -> the names that other programs use for it
+SYNONYMS = {
+    "batch.accumulate": "gradient_accumulation_steps grad_accum accumulate_grad_batches",
+    "batch.max_tokens": "max_length max_len max_seq_length max_seq_len seq_length seq_len "
+    "model_max_length block_size",
+    "batch.rows": "batch bs batch_size train_batch_size per_device_train_batch_size",
+    "batch.tokens": "tokens_per_batch max_tokens_per_batch",
+    "data": "dataset dataset_name data_dir store train train_data train_file",
+    "head": "task task_name",
+    "init": "checkpoint from model model_name model_name_or_path model_path pretrained",
+    "input": "file input_file test_file",
+    "loss.label_smoothing": "label_smoothing_factor",
+    "masking.probability": "masking mask_prob mask_rate mlm_prob mlm_probability",
+    "model.dropout": "dropout hidden_dropout_prob",
+    "model.attention_dropout": "attention_probs_dropout_prob",
+    "model.heads": "num_heads num_attention_heads n_heads",
+    "optim.betas": "adam_beta1 adam_beta2",
+    "optim.clip": "max_grad_norm gradient_clip_val grad_norm_clip",
+    "optim.eps": "adam_epsilon",
+    "optim.lr": "learning_rate peak_lr",
+    "optim.name": "optim optimizer",
+    "optim.schedule": "lr_scheduler lr_scheduler_type scheduler",
+    "optim.warmup": "warmup_ratio warmup_steps num_warmup_steps",
+    "optim.weight_decay": "wd",
+    "out": "output output_file output_dir",
+    "overwrite": "overwrite_output_dir",
+    "run": "out output output_dir resume resume_from_checkpoint run_dir run_name save_dir",
+    "seed": "random_seed",
+    "system.precision": "amp dtype fp16 mixed_precision torch_dtype",
+    "system.precision=bf16": "bf16",
+    "train.checkpoint_every": "save_every save_steps",
+    "train.epochs": "epochs num_epochs n_epochs num_train_epochs max_epochs",
+    "train.keep_last": "save_total_limit",
+    "train.log_every": "logging_steps log_steps",
+    "train.metric": "metric metric_for_best_model",
+    "train.only": "freeze",
+    "train.patience": "early_stopping early_stopping_patience",
+    "train.select": "load_best_model_at_end",
+    "train.steps": "max_steps num_steps num_train_steps total_steps",
+    "train.validate_every": "eval_every eval_steps val_check_interval",
 }
+
+
+def _synonym(name: str, choices: Collection[str]) -> str:
+    """ "; did you mean X?" for the key X among the choices that other programs call by this name,
+    or "" if there is none."""
+    own = name.rpartition(".")[2].lower().replace("-", "_").lstrip("_")
+    for key, names in SYNONYMS.items():
+        if own in names.split() and key.partition("=")[0] in choices and key != name:
+            return f"; did you mean {key}?"
+    return ""
 
 
 def nearest(name: str, choices: list[str]) -> str:
     """ "; did you mean X?" with the choice nearest to a misspelt name, or "" if none is near."""
+    if synonym := _synonym(name, choices):
+        return synonym
     own, last = name.rpartition(".")[2], {c: c.rpartition(".")[2] for c in choices}
-    if ELSEWHERE.get(own) in choices:
-        return f"; did you mean {ELSEWHERE[own]}?"
     close = difflib.get_close_matches(name, choices, 1, cutoff=0.8)
     close = close or [c for c in choices if last[c] == own]
     close = close or difflib.get_close_matches(name, choices, 1)

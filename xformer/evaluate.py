@@ -9,14 +9,14 @@ if __name__ == "__main__":  # `python -m xformer.evaluate`: before torch is impo
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from xformer import checkpoint as checkpoints
 from xformer import provenance
@@ -41,15 +41,22 @@ from xformer.tasks.mlm import likeliest, with_masks
 from xformer.tasks.task import Task, as_table, check_finite
 
 # A function that writes the rows of a file as the split `input` of a new store. Arguments: file,
-# head, tokenizer, path of the store. It is in preprocess/, which this module may not import.
-WriteRows = Callable[[Path, dict[str, Any], Tokenizer, Path], None]
+# head, tokenizer, path of the store, columns. It is in preprocess/, which this module may not
+# import.
+WriteRows = Callable[[Path, dict[str, Any], Tokenizer, Path, Sequence[str]], None]
 
 # the keys that can be combined with each form of the command
 FORMS = {
     "data": ("split", "out", "predictions", "threshold", "mapping", "system"),
     "text": ("top", "system"),
-    "input": ("out", "threshold", "system"),
+    "input": ("columns", "out", "threshold", "system"),
 }
+
+
+def _names(value: Any) -> Any:
+    """One column as a list of one. A number is the name of a column without a header."""
+    listed = value if isinstance(value, list | tuple) else (value,)
+    return tuple(str(name) if isinstance(name, int) else name for name in listed)
 
 
 class EvaluateConfig(Settings):
@@ -81,6 +88,10 @@ class EvaluateConfig(Settings):
     """A file of raw rows to predict, in any format that preprocess.py reads for the checkpoint's
     task: FASTA, csv, tsv, JSON lines, parquet, MIDI, SQuAD, CoNLL's columns. Labels may be missing.
     A file that contains only texts needs no header."""
+    columns: Annotated[tuple[str, ...], BeforeValidator(_names)] = ()
+    """The column of input= that holds the text, or a list of columns if a row has several texts: of
+    a pair, both; of a question, it and its context; of a choice, the context and the endings.
+    Empty: those of training."""
     mapping: str | None = None
     """How token ids of the store become those of the model (see `python train.py --help`). Default:
     the mapping that the checkpoint was trained with."""
@@ -277,7 +288,7 @@ def _predict_file(
         raise ValueError("input= needs `write_rows`, which the callers of `main` import")
     with TemporaryDirectory(prefix="xformer-") as directory:
         store, tokenizer = Path(directory) / "rows", checkpoint.source or checkpoint.tokenizer
-        write_rows(Path(str(config.input)), asdict(head), tokenizer, store)
+        write_rows(Path(str(config.input)), asdict(head), tokenizer, store, config.columns)
         split = open_store(store).split("input")
         assembler = Assembler(split, checkpoint.tokenizer, head.max_tokens, checkpoint.mapping)
         _say_truncated(checkpoint, assembler)

@@ -101,22 +101,31 @@ class Setup:
         return replace(self.train, split=self.store.split(split))
 
 
-def prepare(recipe: Recipe, ranks: Ranks) -> Setup:
+def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = None) -> Setup:
     """Open and check everything that a recipe names. Writes nothing. Raises BadInput.
 
-    The setup's recipe has fp32 or bf16 in place of `system.precision=auto`.
+    `overrides` are the keys that the user typed. The other values of model.* are those of a
+    recipe's file, which give way to the checkpoint of `init=`. By default all count as typed.
+
+    The setup's recipe has the values that the run uses: fp32 or bf16 in place of
+    `system.precision=auto`, the model's length in place of `batch.max_tokens=0`, and the shape of
+    the checkpoint.
     """
+    if recipe.init == "":
+        raise BadInput("init must be given: init=CHECKPOINT, or init=RUN of a finished run")
     recipe, precision = settled(recipe, ranks)
     store = open_stores(recipe.data)
     for name in store.splits:
         store.split(name)  # refuses a split without rows now, not when it is scored
-    start = _initial(recipe, store)
+    start = _initial(recipe, store, overrides)
+    recipe, replaced = _with_shape(recipe, start)
     check_model(recipe, start.config)
     check_data(recipe, store.kind, store.splits, store.name)
     # before the mapping, because an operation may replace the tokenizer
     start = registry.apply(start, recipe.surgery, recipe.seed.of("weights"))
     split = store.split("train")
     array = mapping.build_mapping(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
+    recipe = _with_length(recipe, start, store)
     if 0 < recipe.batch.tokens < split.together * recipe.batch.max_tokens:
         raise BadInput(
             f"batch.tokens={recipe.batch.tokens} is too small for one question: "
@@ -141,7 +150,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> Setup:
         identity = np.arange(store.vocab_size)
         source, array = store.tokenizer(), identity if array is None else array
         start = replace(start, source=source, mapping=array)
-    notes = _notes(recipe, task, fresh, dropped)
+    notes = replaced + _notes(recipe, task, fresh, dropped)
     notes += describe_frozen(start, chosen(start, recipe.train.only), fresh)
     metric = _metric(recipe, task, store)
     setup = Setup(recipe, ranks, store, start, train_assembler, samples, metric, notes, precision)
@@ -178,18 +187,48 @@ def _earlier(run: Path) -> str:
     return "bf16" if recorded == "bf16" else "fp32"  # the first versions knew only fp32
 
 
-def _initial(recipe: Recipe, store: Store) -> Checkpoint:
+def _initial(recipe: Recipe, store: Store, overrides: Collection[str] | None) -> Checkpoint:
     """The checkpoint of `init=`, or fresh weights. Raises BadInput if a weight is not finite."""
     if recipe.init is None:
         return checkpoints.fresh(recipe.model, store.tokenizer(), recipe.seed.of("weights"))
     start = checkpoints.load(recipe.init)
-    start = replace(start, config=with_settings(start.config, recipe.model))
+    start = replace(start, config=with_settings(start.config, recipe.model, overrides))
     for name, weight in start.weights.items():
         if not weight.isfinite().all():
             raise BadInput(
                 f"init={recipe.init}: its weight {name} is not finite; give another checkpoint"
             )
     return start
+
+
+def _with_shape(recipe: Recipe, start: Checkpoint) -> tuple[Recipe, list[str]]:
+    """The recipe with the shape of the checkpoint, and a line about the values that it replaces."""
+    if recipe.init is None or not (other := _differing(start.config, recipe.model)):
+        return recipe, []
+    model = recipe.model.model_copy(update={name: has for name, (_, has) in other.items()})
+    old = ", ".join(f"model.{name}={value}" for name, (value, _) in other.items())
+    line = f"init={recipe.init} decides the shape of the model, not the recipe's {old}"
+    return recipe.model_copy(update={"model": model}), [line]
+
+
+def _with_length(recipe: Recipe, start: Checkpoint, store: Store) -> Recipe:
+    """The recipe with the longest row that the model takes in place of `batch.max_tokens=0`. Raises
+    BadInput if the store has a longer row."""
+    if recipe.batch.max_tokens:
+        return recipe
+    most = start.config.max_positions
+    for name in store.splits:
+        rows = Assembler(store.split(name), start.tokenizer, most)
+        if (longest := rows.longest()) > most:
+            raise BadInput(
+                f"{store.name}: the longest row of {name} has {longest} tokens with the special "
+                f"ones, but the model takes {most}; make the store again with --max-tokens "
+                f"{most - rows.extra}, or give batch.max_tokens={most}, which truncates rows"
+            )
+    batch = recipe.batch.model_copy(update={"max_tokens": most})
+    recipe = recipe.model_copy(update={"batch": batch})
+    check_model(recipe, start.config)
+    return recipe
 
 
 def _head(recipe: Recipe, store: Store, samples: Samples) -> Head:
@@ -217,7 +256,11 @@ def _notes(recipe: Recipe, task: Task, fresh: list[str], dropped: list[str]) -> 
     if recipe.init is None and not task.predicts_masked:
         notes.append("no init= is given: the encoder starts from fresh weights")
     if recipe.init is not None and fresh:
-        notes.append(f"new weights: {', '.join(_parts(fresh))}")
+        parts = _parts(fresh)
+        why = ""
+        if "mlm_head" in parts:
+            why = " (the checkpoint has no MLM head; its decoder is tied to the word embeddings)"
+        notes.append(f"new weights: {', '.join(parts)}{why}")
     if dropped:
         notes.append(f"dropped weights: {', '.join(_parts(dropped))}")
     if task.head.class_weights:
@@ -250,7 +293,10 @@ def check_model(recipe: Recipe, config: ModelConfig) -> None:
     batch = recipe.batch
     if batch.max_tokens > config.max_positions:
         longest = config.max_positions
-        raise BadInput(f"batch.max_tokens={batch.max_tokens}: the model takes {longest} at most")
+        raise BadInput(
+            f"batch.max_tokens={batch.max_tokens}: the model takes {longest} at most; give "
+            f"batch.max_tokens={longest}"
+        )
     if batch.tokens and batch.tokens < batch.max_tokens:
         raise BadInput(
             f"batch.tokens={batch.tokens} is below batch.max_tokens={batch.max_tokens}, the tokens "
@@ -269,20 +315,38 @@ def check_data(recipe: Recipe, kind: str, splits: Collection[str], store: object
         )
 
 
-def with_settings(config: ModelConfig, wanted: ModelConfig) -> ModelConfig:
-    """A checkpoint's model config with the recipe's dropout. Raises BadInput if the recipe asks for
-    a different shape."""
-    dropout = {}
-    for name in wanted.model_fields_set:
-        value, has = getattr(wanted, name), getattr(config, name)
-        if name in DROPOUT_SETTINGS:
-            dropout[name] = value
-        elif value != has and not (name == "vocab_size" and value == 0):
-            raise BadInput(
-                f"model.{name}={value}: the checkpoint given as init has {has}; leave model.{name} "
-                "out"
-            )
-    return config.model_copy(update=dropout)
+def with_settings(
+    config: ModelConfig, wanted: ModelConfig, overrides: Collection[str] | None = None
+) -> ModelConfig:
+    """A checkpoint's model config with the dropout that is `wanted`. Raises BadInput that names all
+    keys in which they differ otherwise, among the `overrides` (None: all keys)."""
+    refused = {
+        f"model.{name}": values
+        for name, values in _differing(config, wanted).items()
+        if overrides is None or f"model.{name}" in overrides or name == "architecture"
+    }
+    if refused:
+        given = ", ".join(f"{name}={value}" for name, (value, _) in refused.items())
+        has = ", ".join(str(has) for _, has in refused.values())
+        raise BadInput(
+            f"{given}: the checkpoint given as init has {has}; leave {', '.join(refused)} out"
+        )
+    dropout = [name for name in DROPOUT_SETTINGS if name in wanted.model_fields_set]
+    return config.model_copy(update={name: getattr(wanted, name) for name in dropout})
+
+
+def _differing(config: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[object, object]]:
+    """The settings of a shape, except its dropout, that a checkpoint has otherwise: the wanted
+    value and the checkpoint's, by name."""
+    names = [name for name in ModelConfig.model_fields if name in wanted.model_fields_set]
+    pairs = {name: (getattr(wanted, name), getattr(config, name)) for name in names}
+    return {
+        name: (value, has)
+        for name, (value, has) in pairs.items()
+        if name not in DROPOUT_SETTINGS
+        and value != has
+        and not (name == "vocab_size" and value == 0)
+    }
 
 
 def _pair_scale(recipe: Recipe, store: Store) -> float:

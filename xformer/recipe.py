@@ -69,10 +69,21 @@ class BatchConfig(Settings):
     tokens: int = Field(0, ge=0, le=2**28)
     """Tokens per step, special tokens included: a step takes as many rows as fit. 0 uses
     batch.rows."""
-    max_tokens: int = Field(128, ge=3)
-    """Maximum length of a row in tokens, special tokens included. Longer rows are truncated."""
+    max_tokens: int = Field(128, ge=0)
+    """Maximum length of a row in tokens, special tokens included. Longer rows are truncated. 0
+    takes the longest rows that the model accepts, and refuses a store with longer ones."""
     accumulate: int = Field(1, ge=1, le=2**20)
     """Gradient accumulation: micro-batches per rank and step. More of them need less memory."""
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _room_for_a_token(cls, value: int) -> int:
+        if value in (1, 2):
+            raise ValueError(
+                f"batch.max_tokens={value} has no room beside two special tokens; give 3 or more, "
+                "or 0 for the longest rows that the model accepts"
+            )
+        return value
 
 
 class MaskingConfig(Settings):
@@ -130,9 +141,9 @@ class TrainConfig(Settings):
     """Also keep the checkpoints of steps that are multiples of this; 0 keeps none of them."""
     keep_at: str | tuple[int | str, ...] = ()
     """When to keep a copy of the weights, in RUN/trajectory: "log" (step 0, powers of two, then
-    every twentieth of the run), "log:500" (at powers of two, then every 500 steps), or a list of
-    steps, tokens (special tokens included) and words of the raw text, such as [0, 100, "5M tokens",
-    "1M words"]."""
+    every twentieth of the run), "log:500" (at powers of two, then every 500 steps), or steps,
+    tokens (special tokens included) and words of the raw text: one, such as 10K words, or a list,
+    such as [0, 100, "5M tokens", "1M words"]."""
     keep_state: bool = True
     """Whether a finished run can be extended. false keeps only the weights of the selected
     checkpoint. They are a third of the checkpoint or less."""
@@ -169,7 +180,7 @@ class TrainConfig(Settings):
     @classmethod
     def _marks(cls, value: Any) -> Any:
         trajectory.parse(value)
-        return value
+        return (value,) if isinstance(value, int) else value
 
 
 class Recipe(Settings):
@@ -183,7 +194,7 @@ class Recipe(Settings):
     """Directory of the run. Repeat the command to resume a stopped run."""
     init: str | None = None
     """The checkpoint or finished run to start from. Without it, a model with the shape in model.*
-    is initialised at random."""
+    is initialised at random. A recipe with init = "" asks for one."""
     head: TaskName
     """What to predict: masked tokens (mlm), a class (classify), a score (regress), the span of an
     answer (span), the class of each word (tag), or the right one of several endings (choice)."""

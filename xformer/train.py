@@ -10,7 +10,7 @@ if __name__ == "__main__":  # `python -m xformer.train`: before torch is importe
 import json
 import math
 import sys
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import closing
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from xformer import checkpoint as checkpoints
 from xformer import optim
-from xformer.config import load
+from xformer.config import flat, load, parse_overrides
 from xformer.data import mapping
 from xformer.data.batch import Batch
 from xformer.data.display import say
@@ -52,11 +52,15 @@ def main() -> None:
     with processes.group():
         recipe = load(Recipe, sys.argv[1:])
         mapping.parse(recipe.mapping)
-        train(recipe, processes.start(recipe.system))
+        overrides = flat(parse_overrides(Recipe, sys.argv[2:]))
+        train(recipe, processes.start(recipe.system), overrides=overrides)
 
 
-def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
-    """Run a recipe to its end, or to step `until`, resuming from its newest checkpoint.
+def train(
+    recipe: Recipe, ranks: Ranks, until: int = 0, overrides: Collection[str] | None = None
+) -> None:
+    """Run a recipe to its end, or to step `until`, resuming from its newest checkpoint. `overrides`
+    are the keys that the user typed; see `prepare`.
 
     Raises BadInput if the input is wrong, before anything is written. (A split with nothing to
     score can be noticed later, when it is scored.) Raises Interrupted if a signal stops the run,
@@ -64,10 +68,10 @@ def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
     if the last checkpoint cannot be written.
     """
     # open everything that the recipe names, and find out how far the run got
-    setup = prepare(recipe, ranks)
+    setup = prepare(recipe, ranks, overrides)
     compiling = compiles(recipe.system, ranks, setup.start.config)
     run, config = open_run(setup)
-    recipe = setup.recipe  # with the settled precision
+    recipe = setup.recipe  # with the values that the run uses
     if ranks.on_rank_zero(lambda: kept_only_weights(run.path)):
         ranks.on_rank_zero(run.verify_selected)
         _leave(setup, run)

@@ -2,7 +2,8 @@
 
     "log"       step 0 and the powers of two below a twentieth of the run, then every twentieth
     "log:500"   step 0 and the powers of two below 500, then every 500 steps
-    [0, 100, "2000 steps", "5M tokens", "1M words"]    a bare number counts steps
+    [0, 100, "2000 steps", "5M tokens", "10K words"]   a bare number counts steps
+    "1M words"                                         one of these needs no list
 
 Every form is converted to step numbers before the run starts. The rows of a step depend only on the
 seed and the step, so tokens and words can be counted without training, and a run that is stopped
@@ -56,9 +57,8 @@ def parse(value: Any) -> LogSpaced | tuple[Milestone, ...]:
     """Parse a value of `train.keep_at`. Raises ValueError with one line if it is invalid."""
     if isinstance(value, str) and (match := LOG.fullmatch(value)):
         return LogSpaced(int(match[1]) if match[1] else None)
-    if not isinstance(value, list | tuple):
-        raise ValueError(_refusal(value))
-    return tuple(_milestone(each) for each in value)
+    several = value if isinstance(value, list | tuple) else (value,)
+    return tuple(_milestone(each) for each in several)
 
 
 def _milestone(value: Any) -> Milestone:

@@ -22,6 +22,7 @@ from xformer.data.errors import BadInput
 
 from ..bad import BadRows
 from ..binarize import not_utf8, open_binary
+from ..tasks.tables import RowTable
 from ..words import EAST_ASIAN, MARKS
 from . import inputs
 from .fasta import read_fasta
@@ -44,8 +45,8 @@ class TextOptions:
 
     With `by_line` each line of plain text is a document. Lines of text that match the expression
     `skip` are left out. `format` is the format of all files (default: given by each file's ending).
-    `json_field` is the field of a JSON object that holds the text. `bad` receives the rows that
-    cannot be read.
+    `json_field` is the field of a JSON object, or the column of a table, that holds the text. `bad`
+    receives the rows that cannot be read.
     """
 
     by_line: bool = False
@@ -70,12 +71,25 @@ def read_documents(
             continue
         if form == "jsonl":
             texts = read_json_texts(path, options.json_field, options.bad, advance)
+        elif form == "table":
+            texts = _column(path, options.json_field, options.bad, advance)
         elif form == "java":
             texts = read_java(path, options.bad, advance)
         else:
             texts = (sequence for _, _, sequence in read_fasta(path, options.bad, advance))
         for text in texts:
             yield from whole_document(text, options)
+
+
+def _column(path: Path, name: str, bad: BadRows, advance: Callable[[int], None]) -> Iterator[str]:
+    """Yield the texts in a column of a table; empty ones are left out."""
+    table = RowTable(path)
+    if name not in table.columns:
+        raise BadInput(f"{table.missing(name)}; name one with --field")
+    for _, (text,) in table.rows([name], bad):
+        if text:
+            yield text
+    advance(path.stat().st_size)
 
 
 def read_pieces(

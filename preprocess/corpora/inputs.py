@@ -14,8 +14,8 @@ from xformer.data.errors import BadInput
 
 from ..binarize import PACKED, check_files, unpacked_name
 
-FORMATS = ("text", "jsonl", "java", "fasta")
-# Files ending in .json often hold no text, so they are not taken from a directory.
+FORMATS = ("text", "jsonl", "table", "java", "fasta")
+# .json, .csv, .tsv and .parquet often hold no text, so they are not taken from a directory.
 CORPUS_ENDINGS = {
     ".txt": "text",
     ".text": "text",
@@ -26,7 +26,8 @@ CORPUS_ENDINGS = {
     ".fa": "fasta",
     ".faa": "fasta",
 }
-FORMAT_OF_ENDING = {**CORPUS_ENDINGS, ".json": "jsonl"}
+TABLES = {".csv": "table", ".tsv": "table", ".parquet": "table"}
+FORMAT_OF_ENDING = {**CORPUS_ENDINGS, ".json": "jsonl", **TABLES}
 
 
 def format_of(path: Path) -> str:
@@ -129,16 +130,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=FORMATS,
         help="The format of all files. text: plain text. jsonl: a document is the text in one "
-        "field of an object; there is one object a line, or one array of objects in a .json file. "
+        "field of an object; there is one object a line, or one object or array in a .json file. "
+        "table: a document is the text in one column of a row; the first line names the columns. "
         "java: a document is a file without its comments. fasta: a document is the sequence of a "
         "record. (Default: by each file's extension; plain text unless it is .jsonl, .ndjson, "
-        ".json, .java, .fasta, .fa or .faa. Any file may be compressed: .gz, .zst.)",
+        ".json, .csv, .tsv, .parquet, .java, .fasta, .fa or .faa. Any file but .parquet may be "
+        "compressed: .gz, .zst.)",
     )
     add(
         "--field",
         default="text",
         metavar="NAME",
-        help="The field of a JSON object that holds the text (default: %(default)s).",
+        help="The field of a JSON object, or the column of a table, that holds the text. `a.b` is "
+        "the field `b` of the object, or of each object in the list, that is in the field `a` "
+        "(default: %(default)s).",
     )
     add(
         "--skip-bad",

@@ -1,9 +1,10 @@
-"""The text in one field of JSON objects: one object a line, or a .json file with one array."""
+"""The text in one field of JSON objects: one object a line, or a .json file with one value."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,32 +14,66 @@ from xformer.data.errors import BadInput
 from ..bad import BadRows
 from ..binarize import open_binary, read_lines, unpacked_name
 
+NAME_ANOTHER = "name another with --field"
 _BETWEEN = re.compile(r"[\s,]*")
 
 
 def read_json_texts(
     path: Path, field: str, bad: BadRows, advance: Callable[[int], None] = lambda _: None
 ) -> Iterator[str]:
-    """Yield the text in `field` of every object. Memory holds the longest line, or a whole array.
+    """Yield the texts in `field` of every object. Memory holds the longest line, or a whole file of
+    one value.
 
-    A value goes to `bad` with its line if it is not an object, lacks the field, or has something
-    other than text in it. So does a line that is not UTF-8 or not JSON. Raises BadInput if a file
-    with an array is not UTF-8 or not JSON. `advance` is called with the size of each block read
-    from the disk.
+    The field `a.b` is the field `b` of the object, or of the objects in the list, that is in the
+    field `a`. A field may hold one text, or a list of texts. A value goes to `bad` with its line if
+    it is not an object, lacks the field, or has something other than text in it. So does a line
+    that is not UTF-8 or not JSON. Raises BadInput if a file of one value is not UTF-8 or not JSON.
+    `advance` is called with the size of each block read from the disk.
     """
-    values = _array(path, advance) if _is_array(path) else _lines(path, bad, advance)
+    values = _whole(path, advance) if _is_whole(path) else _lines(path, bad, advance)
     for line, value in values:
         if not isinstance(value, dict):
             bad(path, line, f'not a JSON object such as {{"{field}": "..."}}')
-        elif field not in value:
+            continue
+        texts = list(_within(value, [field] if field in value else field.split(".")))
+        if not texts:
             names = ", ".join(map(repr, list(value)[:5])) or "nothing"
-            bad(path, line, f"no field {field!r}; it has {names}; name another with --field")
-        elif not isinstance(value[field], str):
-            bad(path, line, f"the field {field!r} is not text: {_shortened(value[field])}")
-        elif _is_unicode(value[field]):
-            yield value[field]
-        else:
-            bad(path, line, f"the field {field!r} holds half of a surrogate pair")
+            bad(path, line, f"no field {field!r}; it has {names}; {_remedy(value)}")
+        for text in texts:
+            if not isinstance(text, str):
+                bad(path, line, f"the field {field!r} is not text: {_shortened(text)}")
+            elif not _is_unicode(text):
+                bad(path, line, f"the field {field!r} holds half of a surrogate pair")
+            else:
+                yield text
+
+
+def _within(value: Any, names: list[str]) -> Iterator[Any]:
+    """Yield the values in the field to which the names lead, each within the one before. Of a list
+    on the way, all objects are followed. A list of texts at the end yields its texts."""
+    if isinstance(value, list) and (names or (value and all(isinstance(v, str) for v in value))):
+        for item in value:
+            if not isinstance(item, list):
+                yield from _within(item, names)
+    elif not names:
+        yield value
+    elif isinstance(value, dict) and names[0] in value:
+        yield from _within(value[names[0]], names[1:])
+
+
+def _remedy(value: Any) -> str:
+    """What to do if an object lacks the field: it names the field of the object's longest text."""
+    longest, best = 0, ""
+    left: list[tuple[str, Any]] = [("", value)]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{name}.{key}".lstrip("."), item) for key, item in value.items()]
+        elif isinstance(value, list):
+            left += [(name, item) for item in value[:3] if not isinstance(item, list)]
+        elif isinstance(value, str) and len(value) > longest:
+            longest, best = len(value), name
+    return f"--field {shlex.quote(best)} reaches its longest text" if best else NAME_ANOTHER
 
 
 def _lines(path: Path, bad: BadRows, advance: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
@@ -53,15 +88,26 @@ def _lines(path: Path, bad: BadRows, advance: Callable[[int], None]) -> Iterator
                 yield number, value
 
 
-def _is_array(path: Path) -> bool:
+def _is_whole(path: Path) -> bool:
+    """Whether a file is one array, or one object on several lines, not one object a line."""
     if unpacked_name(path).suffix.lower() != ".json":
         return False
     with open_binary(path) as file:
-        return file.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+        start = file.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()
+    first, line_end, _ = start.partition(b"\n")
+    object_goes_on = first[:1] == b"{" and line_end and not first.rstrip().endswith(b"}")
+    return first[:1] == b"[" or bool(object_goes_on)
 
 
-def _array(path: Path, advance: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
+def _whole(path: Path, advance: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
+    """Yield (line, value) of the values of an array, or an object."""
     text = "\n".join(line for _, line in read_lines(path, None, advance))
+    if text.lstrip().startswith("{"):
+        try:
+            yield 1, json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{path}: not valid JSON: {error}") from None
+        return
     decoder, place, line, counted = json.JSONDecoder(), text.index("[") + 1, 1, 0
     while True:
         place = _BETWEEN.match(text, place).end()  # type: ignore[union-attr]

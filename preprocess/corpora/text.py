@@ -11,7 +11,7 @@ from typing import Any
 
 from xformer.data import tokenizers
 from xformer.data.arguments import whole_number
-from xformer.data.display import Progress
+from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
@@ -22,6 +22,8 @@ from ..binarize import BATCH, RowCutter, sources
 from ..workers import EncodingPool, TextBatch
 from . import inputs
 from .documents import Segments, TextOptions, read_documents
+
+LONGEST = 510  # tokens of BERT's longest row, without its two special tokens
 
 
 def segment_batches(segments: Iterable[tuple[str, bool]]) -> Iterator[TextBatch]:
@@ -156,10 +158,10 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-tokens",
         type=whole_number(1),
-        default=510,
         metavar="N",
         help="The maximum number of tokens in a row, special tokens not included. A longer "
-        "document is cut into several rows (default: %(default)s).",
+        f"document is cut into several rows (default: {LONGEST}, or fewer if TOK is a checkpoint "
+        "whose model takes only shorter rows).",
     )
 
 
@@ -185,6 +187,16 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         help="Also store the number of each row's document, which `pairs` needs for next sentences "
         "and sentence order (default: do not store it).",
     )
+
+
+def _longest(tokenizer: Path) -> int:
+    """The length of a row if the user gives none. If it is the limit of a model, that is said."""
+    limit = tokenizers.longest_row(tokenizer)
+    if limit is None or not 2 < limit < LONGEST + 2:
+        return LONGEST
+    line = f"rows of {limit - 2} tokens, because the model of {tokenizer} takes {limit} with two"
+    say(f"{line} special ones (--max-tokens changes this)", error=True)
+    return limit - 2
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -214,7 +226,7 @@ def run(arguments: argparse.Namespace) -> None:
         splits,
         tokenizer,
         options,
-        arguments.max_tokens,
+        arguments.max_tokens or _longest(arguments.tokenizer),
         command_origin(),
         arguments.overwrite,
         workers,

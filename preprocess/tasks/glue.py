@@ -124,13 +124,23 @@ class Part(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """GLUE's tasks have only the options of every task."""
+    """The options of a GLUE task."""
+    for option, holds in (
+        ("--text", "first text"),
+        ("--text-b", "second text"),
+        ("--label", "label or score"),
+    ):
+        parser.add_argument(
+            option,
+            metavar="COLUMN",
+            help=f"The column of the {holds} (default: as GLUE and its copies name it).",
+        )
 
 
 def read(arguments: argparse.Namespace, name: str) -> TaskSource:
     """The task `name`, from its directory or files. Raises BadInput if a file or column is
     missing."""
-    glue = GLUE_TASKS[name]
+    glue = _renamed(GLUE_TASKS[name], arguments, name)
     source: Path | None = arguments.input
     if name == "glue/mnli" and source is not None and source.is_dir():
         parts = _mnli(arguments, source, glue)
@@ -171,6 +181,15 @@ def read(arguments: argparse.Namespace, name: str) -> TaskSource:
     )
 
 
+def _renamed(glue: Glue, arguments: argparse.Namespace, name: str) -> Glue:
+    """The task with the names that the user gives to its columns. Raises BadInput for a second text
+    that the task does not have."""
+    if arguments.text_b and not glue.text_b:
+        raise BadInput(f"--text-b {arguments.text_b}: {name} has one text; leave it out")
+    names = ((key, getattr(arguments, key)) for key in ("text", "text_b", "label"))
+    return replace(glue, **{key: (column,) for key, column in names if column})
+
+
 def _open(path: Path, split: str, glue: Glue) -> RowTable:
     """One file of a task. Raises BadInput if it lacks a column; only a test set may lack labels."""
     table = RowTable(path)
@@ -180,7 +199,8 @@ def _open(path: Path, split: str, glue: Glue) -> RowTable:
     required = [glue.text, glue.text_b, *([] if split.startswith("test") else [glue.label])]
     for names in required:
         if names and table.find(names) is None:
-            raise table.missing(names[0])
+            options = {glue.text: "--text", glue.text_b: "--text-b", glue.label: "--label"}
+            raise BadInput(f"{table.missing(names[0])}; {options[names]} names another")
     return table
 
 

@@ -28,7 +28,7 @@ from .tables import RowTable, extension
 ABOUT = "Composers of MIDI pieces: MAESTRO's csv or json, or one directory per composer."
 MIDI = (".mid", ".midi")
 TABLES = (".csv", ".json")
-COLUMNS = ["canonical_composer", "midi_filename"]
+COMPOSER_COLUMN, MIDI_COLUMN = "canonical_composer", "midi_filename"
 
 
 class Piece(NamedTuple):
@@ -44,6 +44,16 @@ class Piece(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `music/maestro`."""
+    for option, name, holds in (
+        ("--composer", COMPOSER_COLUMN, "composer"),
+        ("--midi", MIDI_COLUMN, "MIDI file, relative to the table"),
+    ):
+        parser.add_argument(
+            option,
+            default=name,
+            metavar="COLUMN",
+            help=f"The column of a table that names the {holds} (default: %(default)s).",
+        )
     parser.add_argument(
         "--segment",
         type=whole_number(1),
@@ -76,7 +86,8 @@ def read(arguments: argparse.Namespace) -> TaskSource:
         splits.refuse_columns(arguments.split_column, source)
         pieces = _by_directory(source)
     else:
-        pieces = _maestro(table, arguments.split_column, bad, used)
+        columns = [arguments.composer, arguments.midi]
+        pieces = _maestro(table, columns, arguments.split_column, bad, used)
     if not pieces:
         raise BadInput(f"{source} names no piece")
     return TaskSource(
@@ -97,18 +108,21 @@ def table_of(directory: Path) -> Path | None:
     return min(files, key=extension, default=None)  # csv before json
 
 
-def _maestro(path: Path, split_column: str | None, bad: BadRows, used: set[str]) -> list[Piece]:
+def _maestro(
+    path: Path, columns: list[str], split_column: str | None, bad: BadRows, used: set[str]
+) -> list[Piece]:
     """The pieces of MAESTRO's table: csv, or json (a list of pieces in version 1, an object of
-    columns in later versions). `used` gathers the columns that name splits.
+    columns in later versions). `columns` name the composer and the MIDI file. `used` gathers the
+    columns that name splits.
     """
     check_files([path])
     table = RowTable(path)
-    for name in COLUMNS:
+    for name, option in zip(columns, ("--composer", "--midi"), strict=True):
         if name not in table.columns:
-            raise table.missing(name)
+            raise BadInput(f"{table.missing(name)}; {option} names another")
     pieces = []
-    marks = splits.find(table, split_column, COLUMNS, "", used)
-    for split, line, values in marks.rows(table, COLUMNS, bad):
+    marks = splits.find(table, split_column, columns, "", used)
+    for split, line, values in marks.rows(table, columns, bad):
         composer, name = (value or "" for value in values)
         if not composer or not name:
             bad(path, line, "the composer or the name of the MIDI file is empty")

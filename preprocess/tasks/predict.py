@@ -32,6 +32,7 @@ KINDS = {"classify": "class", "regress": "score", "tag": "tag", "span": "span", 
 SEQUENCES = dna.DNA_TASKS | protein.PROTEIN_TASKS
 JSON, PARQUET = (".jsonl", ".json"), ".parquet"
 BAD = BadRows(skip=False)  # the first row that cannot be read is an error
+OTHERS = "columns= names other columns"
 Names = Sequence[Sequence[str]]  # for each text, the names that its column may have
 
 
@@ -43,6 +44,7 @@ class HeadRecord(NamedTuple):
     pair: bool  # whether a row has two texts
     max_tokens: int
     columns: dict[str, Any]
+    given: Sequence[str] = ()  # what the file calls the columns of the texts, if the user says so
 
     @property
     def task(self) -> str:
@@ -55,16 +57,23 @@ class HeadRecord(NamedTuple):
         return dict(self.columns.get("options") or {})
 
 
-def write_rows(path: Path, head: dict[str, Any], tokenizer: Tokenizer, output: Path) -> None:
+def write_rows(
+    path: Path,
+    head: dict[str, Any],
+    tokenizer: Tokenizer,
+    output: Path,
+    given: Sequence[str] = (),
+) -> None:
     """Encode the rows of a file as the split `input` of a new store at `output`.
 
-    `head` is the checkpoint's head as a dict, `tokenizer` that of its training data. The columns
+    `head` is the checkpoint's head as a dict, `tokenizer` that of its training data. `given` are
+    the columns of the file that hold the texts, if they are not those of training. The columns
     `input` and `input_b` hold the texts as they were read. Raises BadInput naming file and line of
     a row that cannot be read.
     """
     pair = head["pair"] or head["kind"] == "choice"
     record = HeadRecord(
-        head["kind"], list(head["labels"]), pair, head["max_tokens"], head["columns"] or {}
+        head["kind"], list(head["labels"]), pair, head["max_tokens"], head["columns"] or {}, given
     )
     if path.exists() and not path.is_file() and not path.is_dir():
         raise BadInput(f"{path} is a device or a pipe, which cannot be read twice; give a file")
@@ -138,12 +147,14 @@ def _texts(path: Path, head: HeadRecord) -> Iterator[Row]:
     names: list[Sequence[str]] = []
     if head.task in glue.GLUE_TASKS:
         task = glue.GLUE_TASKS[head.task]
-        names = [columns for columns in (task.text, task.text_b) if columns]
+        options = head.options  # of a column that has another name than in GLUE
+        both = ((options.get("text"), task.text), (options.get("text_b"), task.text_b))
+        names = [[own] if own else known for own, known in both if known]
     else:
         recorded = ("text", "text_b") if head.pair else ("text",)
         names = [[str(head.columns[key])] if head.columns.get(key) else [] for key in recorded]
     form = tsv.form_of(path, Namespace(**head.options)) if head.task == "tsv" else None
-    for line, texts, id_ in _table(path, names, form, report_no_header=True):
+    for line, texts, id_ in _table(path, names, form, report_no_header=True, given=head.given):
         yield Row(INPUT, tuple(texts), None, path, line, id_)
 
 
@@ -158,7 +169,8 @@ def _choice_questions(path: Path, head: HeadRecord) -> Iterator[Row]:
     )
     form = tsv.form_of(path, Namespace(**options)) if head.task == "choice" else None
     names = [[name] for name in columns.names]
-    for line, values, id_ in _table(path, names, form, report_no_header=True, lists=columns.lists):
+    lists = head.given[-1:] if head.given and columns.lists else columns.lists
+    for line, values, id_ in _table(path, names, form, True, lists, head.given):
         try:
             yield Row(INPUT, columns.texts(values), None, path, line, id_)
         except ValueError as error:
@@ -171,16 +183,26 @@ def _table(
     form: Form | None = None,
     report_no_header: bool = False,
     lists: Sequence[str] = (),
+    given: Sequence[str] = (),
 ) -> Iterator[tuple[int, list[str], str | None]]:
     """(line, texts, id) of the rows of a table.
 
     The table has a column for each of `names`, or it is a delimited file without a header that has
-    exactly these columns. `form` is the form of the training file. `lists` is passed on to
-    `RowTable`. With `report_no_header`, a note says that the first line is read as a row. Raises
-    BadInput if the columns are missing.
+    exactly these columns. If columns are `given`, they are read instead of those called `names`.
+    `form` is the form of the training file. `lists` is passed on to `RowTable`. With
+    `report_no_header`, a note says that the first line is read as a row. Raises BadInput if the
+    columns are missing.
     """
+    if given and len(given) != len(names):
+        texts = " and ".join(repr(options[0]) if options else "the text" for options in names)
+        raise BadInput(
+            f"columns= names {_count_columns(given)}, but a row needs {len(names)}, for {texts}"
+        )
+    names = [[name] for name in given] or names
     table, columns = _open(path, names, form)
     table.lists = lists
+    if columns is None and given:
+        raise _wrong_header(path, _first_row(path, table.form), names)
     if columns is None:
         for line, row in table.delimited(BAD):
             if len(row) != len(names):
@@ -206,7 +228,8 @@ def _open(path: Path, names: Names, form: Form | None) -> tuple[RowTable, list[s
         table = RowTable(path)
         columns = [table.find(options) for options in names]
         if None in columns:
-            raise table.missing((names[columns.index(None)] or ["text"])[0])
+            lacking = table.missing((names[columns.index(None)] or ["text"])[0])
+            raise BadInput(f"{lacking}; {OTHERS}")
         return table, [column for column in columns if column]
     usual = Form.of(path)
     for candidate in (form or usual, usual):
@@ -233,7 +256,7 @@ def _wrong_header(path: Path, header: list[str], names: Names) -> BadInput:
     has = ", ".join(repr(name if len(name) <= 40 else f"{name[:37]}...") for name in header[:20])
     hint = f"; a file without a header must have {_count_columns(names)}"
     hint = "" if extension(path) == ".csv" else hint
-    return BadInput(f"{path}:1: {lacks}it has {_count_columns(header)}, {has}{hint}")
+    return BadInput(f"{path}:1: {lacks}it has {_count_columns(header)}, {has}{hint}; {OTHERS}")
 
 
 def _numbered(names: Names, width: int) -> list[str]:
@@ -291,7 +314,7 @@ def _records(path: Path, head: HeadRecord, letters: str) -> Iterator[tuple[int, 
             yield record.line, record.sequence, record.id
     else:
         options = dict.fromkeys([str(head.columns.get("text") or SEQUENCE[0]), *SEQUENCE])
-        for line, texts, id_ in _table(path, [list(options)]):
+        for line, texts, id_ in _table(path, [list(options)], given=head.given):
             yield line, texts[0], id_
 
 
@@ -300,16 +323,16 @@ def _records(path: Path, head: HeadRecord, letters: str) -> Iterator[tuple[int, 
 
 def _music(path: Path, head: HeadRecord) -> Iterator[Row]:
     """The segments of pieces, or the rows of a table of pitches."""
-    pieces = _pieces(path)
+    pieces = _pieces(path, head)
     if pieces is None:
-        yield from _pitches(path)
+        yield from _pitches(path, head)
         return
     segment = int(head.options.get("segment") or min(128, head.max_tokens - 2))
     for row in music.segment_rows(pieces, segment, BAD):
         yield row._replace(label=None, id=row.group)
 
 
-def _pieces(path: Path) -> list[music.Piece] | None:
+def _pieces(path: Path, head: HeadRecord) -> list[music.Piece] | None:
     """The pieces that a path names: a MIDI file, a directory of them, or MAESTRO's table (or its
     directory). None if it is a file of another kind."""
     if extension(path) in music.MIDI and not path.is_dir():
@@ -326,18 +349,19 @@ def _pieces(path: Path) -> list[music.Piece] | None:
     if extension(table) not in music.TABLES:
         return None
     opened = RowTable(table)
-    if not opened.find(["midi_filename"]):
+    column = opened.find([*head.given, str(head.options.get("midi") or music.MIDI_COLUMN)])
+    if column is None:
         return None
     return [
         music.Piece(table.parent / str(name), str(name), "", INPUT, table, line)
-        for line, (name,) in opened.rows(["midi_filename"], BAD)
+        for line, (name,) in opened.rows([column], BAD)
     ]
 
 
-def _pitches(path: Path) -> Iterator[Row]:
+def _pitches(path: Path, head: HeadRecord) -> Iterator[Row]:
     """The rows of a table whose texts are pitches, separated by spaces."""
     valid = {str(pitch) for pitch in range(128)}
-    for line, texts, id_ in _table(path, [["pitches"]]):
+    for line, texts, id_ in _table(path, [["pitches"]], given=head.given):
         if wrong := sorted(set(texts[0].split()) - valid):
             raise BadInput(
                 f"{path}:{line}: {wrong[0]!r} is not a pitch; give numbers from 0 to 127"
@@ -349,11 +373,16 @@ def _pitches(path: Path) -> Iterator[Row]:
 
 
 def _sentences(path: Path, head: HeadRecord) -> Iterator[Row]:
-    """Sentences in CoNLL's columns, whose labels are ignored, or one sentence per line."""
+    """Sentences in CoNLL's columns, whose labels are ignored, one sentence per line, or those in a
+    column of a table that the user names."""
+    if head.given:
+        for line, texts, id_ in _table(path, [["sentence"]], given=head.given):
+            yield Row(INPUT, (texts[0],), None, path, line, id_)
+        return
     if extension(path) in (*JSON, PARQUET, ".csv"):
         raise BadInput(
             f"{path}: this checkpoint labels words; give one sentence per line (.txt), or CoNLL's "
-            "columns (.conll)"
+            "columns (.conll), or the column of the sentences with columns="
         )
     word, label = (_column_number(head.columns.get(name)) for name in ("text", "label"))
     if extension(path) in tags.ENDINGS[:4] or _is_conll(path, label, head.labels):
@@ -408,7 +437,7 @@ def _write_questions(path: Path, head: HeadRecord, tokenizer: Tokenizer, output:
         paragraphs = [
             ("", context, [squad.Question(str(i) if id_ is None else id_, question, None)])
             for i, (_, (question, context), id_) in enumerate(
-                _table(path, [["question"], ["context"]])
+                _table(path, [["question"], ["context"]], given=head.given)
             )
         ]
     if not any(questions for *_, questions in paragraphs):

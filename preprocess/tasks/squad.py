@@ -34,9 +34,11 @@ from xformer.data.writing import SplitWriter, create_store
 from ..arguments import add_output, check_output_directory, command_origin, say_written
 from ..bad import BadRows
 from ..binarize import check_files, sources
+from .labelled import ORDER, SHARES, VALID_SHARE
 
 ABOUT = "SQuAD 1.1 and 2.0: questions and overlapping windows of their contexts."
 BLOCK = 64  # contexts encoded at once
+STRIDE = 128  # Devlin et al. 2019
 COLUMNS = {
     "tokens": "",
     "tokens_b": "",
@@ -69,6 +71,9 @@ class Question(NamedTuple):
     answers: list[tuple[str, int]] | None  # [] if it has no answer, None if that is not known
 
 
+Paragraph = tuple[str, str, list[Question]]  # title of the article, context, questions
+
+
 @dataclass
 class Counts:
     """What the command reports for a split at the end."""
@@ -85,9 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--input",
         type=Path,
-        metavar="DIR",
+        metavar="FILE|DIR",
         help="A directory that holds one file train*.json and one file dev*.json, which is the "
-        "split valid.",
+        "split valid. The articles of a single file are divided 90/5/5 into train, valid and test, "
+        "or 90/10 if --test is given.",
     )
     for split in ("train", "valid", "test"):
         add(
@@ -115,9 +121,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--stride",
         type=whole_number(1),
-        default=128,
         metavar="N",
-        help="Tokens from the start of one window to the start of the next (default: %(default)s).",
+        help="Tokens from the start of one window to the start of the next (default: "
+        f"{STRIDE}, or half a window if the windows are shorter than that).",
     )
     add(
         "--max-question",
@@ -126,6 +132,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="The maximum length of a question in tokens; longer ones are truncated (default: "
         "%(default)s).",
+    )
+    add(
+        "--seed",
+        type=whole_number(0),
+        default=0,
+        metavar="N",
+        help="The seed of the random division of a single file (default: %(default)s).",
     )
     add(
         "--skip-bad",
@@ -148,20 +161,19 @@ def run(arguments: argparse.Namespace) -> None:
             f"--max-tokens {arguments.max_tokens} leaves no room beside a question of "
             f"{arguments.max_question} tokens; raise it, or lower --max-question"
         )
+    if arguments.stride is None:
+        arguments.stride = STRIDE if room >= STRIDE else max(1, room // 2)
     if arguments.stride > room:
         raise BadInput(
             f"--stride {arguments.stride} would leave gaps: beside a question of "
-            f"{arguments.max_question} tokens a window may hold only {room}; lower it"
+            f"{arguments.max_question} tokens a window may hold only {room}; give --stride "
+            f"{max(1, room // 2)}"
         )
     started = time.monotonic()
     bad = BadRows(arguments.skip_bad)
     with create_store(arguments.output, tokenizer, COLUMNS, RAGGED, arguments.overwrite) as store:
         counts = {}
-        for name, path in files.items():
-            paragraphs = list(read_articles(path, bad, name == "train"))
-            if not any(questions for *_, questions in paragraphs):
-                bad.report()
-                raise BadInput(f"{path} holds no question that can be used")
+        for name, paragraphs in _by_split(files, bad, arguments.seed).items():
             with store.split(name) as split:
                 counts[name] = WindowWriter(split, tokenizer, arguments).write(paragraphs)
         options = {key: getattr(arguments, key) for key in ("max_tokens", "stride", "max_question")}
@@ -174,6 +186,7 @@ def run(arguments: argparse.Namespace) -> None:
         }
         record = command_origin() | {
             "sources": sources([*files.values()]),
+            **({"seed": arguments.seed} if "" in files else {}),
             "columns": columns,
             "squad": options,
         }
@@ -189,12 +202,66 @@ def run(arguments: argparse.Namespace) -> None:
     say_written(arguments.output, written, started, sum(p.stat().st_size for p in files.values()))
 
 
+def _by_split(files: dict[str, Path], bad: BadRows, seed: int) -> dict[str, list[Paragraph]]:
+    """split -> its paragraphs. The articles of a file without a split are divided at random."""
+    splits: dict[str, list[Paragraph]] = {}
+    for name, path in files.items():
+        paragraphs = list(read_articles(path, bad, name in ("", "train")))
+        if not any(questions for *_, questions in paragraphs):
+            bad.report()
+            raise BadInput(f"{path} holds no question that can be used")
+        if name:
+            splits[name] = paragraphs
+        else:
+            shares = {"valid": VALID_SHARE} if "test" in files else SHARES
+            splits |= _divided(path, paragraphs, shares, seed)
+    return {name: splits[name] for name in ORDER if name in splits}
+
+
+def _divided(
+    path: Path, paragraphs: list[Paragraph], shares: dict[str, float], seed: int
+) -> dict[str, list[Paragraph]]:
+    """split -> its paragraphs. Each split in `shares` gets this share of the articles, but at least
+    one, and train gets the rest. If there are too few articles, the contexts are divided instead.
+    Raises BadInput if there are too few of these as well."""
+    usable = [paragraph for paragraph in paragraphs if paragraph[2]]
+    units = [title for title, *_ in usable]
+    if (articles := len(set(units))) <= len(shares):
+        units = [context for _, context, _ in usable]
+        if len(set(units)) <= len(shares):
+            raise BadInput(
+                f"{path} has too few contexts to divide, {len(set(units))}; give --train FILE and "
+                "--valid FILE"
+            )
+        noun = "article" if articles == 1 else "articles"
+        line = f"note: {path} has only {articles} {noun}, so its contexts are divided"
+        say(f"{line}, not its articles", error=True)
+    drawn = np.random.default_rng(seed).permutation(sorted(set(units))).tolist()
+    split_of = {}
+    for name, share in shares.items():
+        count = max(1, round(share * (len(drawn) + len(split_of))))
+        split_of |= dict.fromkeys(drawn[:count], name)
+        drawn = drawn[count:]
+    splits: dict[str, list[Paragraph]] = {}
+    for unit, paragraph in zip(units, usable, strict=True):
+        splits.setdefault(split_of.get(unit, "train"), []).append(paragraph)
+    return splits
+
+
 def _files(arguments: argparse.Namespace) -> dict[str, Path]:
-    """split -> file, by the options or by the names in the directory --input."""
+    """split -> file, by the options or by the names in the directory --input. The split of a file
+    --input is ""."""
     options = {name: getattr(arguments, name) for name in ("train", "valid", "test")}
     directory: Path | None = arguments.input
+    if directory is not None and directory.is_file():
+        if other := next((name for name in ("train", "valid") if options[name]), ""):
+            raise BadInput(
+                f"--{other} cannot be combined with --input {directory}, which is a file; give it "
+                f"as --train {directory}"
+            )
+        options, directory = {"": directory, "test": options["test"]}, None
     if directory is not None and not directory.is_dir():
-        raise BadInput(f"{directory} is not a directory; give one, or --train FILE")
+        raise BadInput(f"{directory} is not a directory; give one, or a file")
     for name, pattern in (("train", "train*.json"), ("valid", "dev*.json")):
         if directory is not None and options[name] is None:
             matches = sorted(directory.glob(pattern))
@@ -212,9 +279,7 @@ def _files(arguments: argparse.Namespace) -> dict[str, Path]:
     return files
 
 
-def read_articles(
-    path: Path, bad: BadRows, training: bool
-) -> Iterator[tuple[str, str, list[Question]]]:
+def read_articles(path: Path, bad: BadRows, training: bool) -> Iterator[Paragraph]:
     """Yield (title of the article, context, questions) of every paragraph.
 
     Questions that cannot be used go to `bad`, with their number, counted from 1, in place of a line
@@ -224,7 +289,7 @@ def read_articles(
     data = read_json(path)
     try:
         paragraphs = [
-            (str(article["title"]), paragraph)
+            (str(article.get("title", "")), paragraph)
             for article in data["data"]
             for paragraph in article["paragraphs"]
         ]
@@ -242,7 +307,7 @@ def read_articles(
                 else:
                     questions.append(question)
             yield title, context, questions
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise BadInput(
             f"{path} is not of SQuAD's form (data, paragraphs, qas): {error!r}"
         ) from None
@@ -289,7 +354,7 @@ class WindowWriter:
         self.counts = Counts()
         self.contexts = 0  # written so far
 
-    def write(self, paragraphs: list[tuple[str, str, list[Question]]]) -> Counts:
+    def write(self, paragraphs: list[Paragraph]) -> Counts:
         """Write all paragraphs, as `read_articles` gives them."""
         label = f"encoding {self.split.directory.name}"
         with Progress(label, len(paragraphs), "contexts") as progress:
@@ -299,7 +364,7 @@ class WindowWriter:
                 progress.advance(len(block))
         return self.counts
 
-    def _block(self, block: list[tuple[str, str, list[Question]]]) -> None:
+    def _block(self, block: list[Paragraph]) -> None:
         """Encode and write some paragraphs, all with one call of the tokenizer."""
         contexts = self.tokenizer.encode_with_offsets([context for _, context, _ in block])
         texts = [question.text for *_, questions in block for question in questions]

@@ -12,6 +12,20 @@ from typing import Any, NoReturn
 
 from xformer.data.errors import BadInput
 
+# an option -> the names that other programs use for it
+SYNONYMS = {
+    "--field": "column json_field text_column text_field",
+    "--input": "corpus data file files train_file",
+    "--label": "label_col label_column target target_column",
+    "--max-question": "max_query_length max_question_length",
+    "--max-tokens": "block_size length max_len max_length max_seq_length",
+    "--output": "out output_dir",
+    "--stride": "doc_stride",
+    "--text": "column sentence text_col text_column",
+    "--tokenizer": "model vocab vocabulary",
+    "--workers": "jobs num_proc num_workers",
+}
+
 
 class CommandParser(argparse.ArgumentParser):
     """An ArgumentParser that reports an error in one line and suggests the nearest valid choice.
@@ -37,7 +51,10 @@ class CommandParser(argparse.ArgumentParser):
             raise BadInput(f"{where}{wrong[1]!r} is not one of {valid}{hint}")
         if wrong := re.match(r"unrecognized arguments: (\S+)", message):
             options = [option for action in self._actions for option in action.option_strings]
-            if near := get_close_matches(wrong[1].split("=")[0], options, 1, 0.5):
+            typed = wrong[1].split("=")[0]
+            own = typed.lstrip("-").replace("-", "_")
+            same = [o for o, names in SYNONYMS.items() if o in options and own in names.split()]
+            if near := same or get_close_matches(typed, options, 1, 0.5):
                 raise BadInput(f"{message}; did you mean {near[0]}?")
         raise BadInput(f"{message}; see {self.prog} --help")
 

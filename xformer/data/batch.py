@@ -182,6 +182,16 @@ class Assembler:
         texts = [column.lengths(rows) for column in columns if column is not None]
         return np.sum(texts, 0) + self.extra
 
+    def longest(self) -> int:
+        """Length of the split's longest row before truncation, special tokens included."""
+        names = [name for name in ("tokens", "tokens_b") if name in self.split.columns]
+        most = 0
+        for start in range(0, self.split.rows, WINDOW):
+            rows = np.arange(start, min(start + WINDOW, self.split.rows))
+            texts = [self.split.columns[name].lengths(rows) for name in names]
+            most = max(most, int(np.sum(texts, 0).max()))
+        return most + self.extra
+
     def truncation(self, limit: str, longest: int) -> str:
         """A sentence that says how many rows are longer than `max_tokens`, or "" if none is.
 

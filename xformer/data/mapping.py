@@ -51,7 +51,7 @@ def build_mapping(
     name, number = parse(spec)
     same = store.fingerprint == model.fingerprint
     if not same:
-        check_foreign_store(spec, store.name)
+        check_foreign_store(spec, store.name, store.tokenizer().kind == "symbols")
     if name == "ids":
         _check_ids(store, max(embeddings, len(model)))
     if name in ("none", "ids"):
@@ -61,15 +61,22 @@ def build_mapping(
     return _symbols(store.tokenizer(), model, number, unused=name == "unused")
 
 
-def check_foreign_store(spec: str, store: object) -> None:
+def check_foreign_store(spec: str, store: object, symbols: bool | None = None) -> None:
     """Raise BadInput if a mapping cannot be used with a store whose tokenizer is not the
-    checkpoint's. `store` is the store's name."""
+    checkpoint's. `store` is the store's name, and `symbols` says whether it holds letters, pitches
+    or other symbols instead of text (None: not known)."""
     name, _ = parse(spec)
     if name == "none":
+        case = {
+            True: "its symbols (letters, pitches) are not words: give mapping=symbols:0, which "
+            "replaces each with a random subword",
+            False: "make it again with --tokenizer CHECKPOINT",
+            None: "make a store of text again with --tokenizer CHECKPOINT; for one of DNA, protein "
+            "or music give mapping=symbols:0",
+        }[symbols]
         raise BadInput(
-            f"{store} was made with a different tokenizer from the checkpoint's; make it again "
-            "with --tokenizer CHECKPOINT, or say how its ids become the model's: give mapping=ids, "
-            "mapping=symbols:SEED or mapping=unused:SEED"
+            f"{store} was made with a different tokenizer from the checkpoint's; {case}; "
+            "mapping=ids keeps the ids, for models of artificial corpora"
         )
     if name in ("shift", "random"):
         raise BadInput(

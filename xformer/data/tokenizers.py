@@ -219,10 +219,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
     Raises BadInput if there is no tokenizer, or if its files differ from the recorded fingerprint.
     """
-    path = installed(directory)
-    put_back(path)
-    if (path / "result.json").is_file():
-        path = path / str(read_run_json(path / "result.json")["selected"])
+    path = _selected(directory)
     if not (path / META).is_file():
         raise BadInput(f"{path} holds no tokenizer ({META} is missing); give another directory")
     meta = read_json(path / META)
@@ -244,6 +241,25 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             "from a copy"
         )
     return tokenizer
+
+
+def longest_row(directory: str | Path) -> int | None:
+    """The longest row, special tokens included, that the model of a checkpoint or a finished run
+    takes. None if the directory holds no model."""
+    file = _selected(directory) / "config.json"
+    content = read_json(file) if file.is_file() else None
+    model = content.get("model") if isinstance(content, dict) else None
+    longest = model.get("max_positions") if isinstance(model, dict) else None
+    return longest if type(longest) is int else None
+
+
+def _selected(directory: str | Path) -> Path:
+    """The directory itself, or the checkpoint that it stands for as a finished run."""
+    path = installed(directory)
+    put_back(path)
+    if (path / "result.json").is_file():
+        path = path / str(read_run_json(path / "result.json")["selected"])
+    return path
 
 
 def _runs_sentencepiece(meta: dict[str, Any]) -> bool:

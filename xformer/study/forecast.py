@@ -246,7 +246,7 @@ class Forecast:
         self._check_surgery(self.at(recipe.init), recipe.surgery)
         model = self.made(job)
         if store.tokenizer.is_other(model.tokenizer):
-            mapping.check_foreign_store(recipe.mapping, store.name)
+            mapping.check_foreign_store(recipe.mapping, store.name, store.tokenizer.letters)
         pieces = (model.shape.vocab_size if model.shape else 0) or model.tokenizer.size
         mapped = mapping.parse(recipe.mapping)[0] in ("ids", "symbols", "unused")
         if mapped and pieces and size and size > pieces:
@@ -396,7 +396,7 @@ class Costs:
         if shape is None or None in sizes:
             return None
         rows, tokens = np.sum(np.array(sizes), axis=0).tolist()
-        length = min(-(-tokens // rows) + 2, recipe.batch.max_tokens)
+        length = min(-(-tokens // rows) + 2, recipe.batch.max_tokens or shape.max_positions)
         if recipe.train.steps:
             total = recipe.train.steps * (recipe.batch.tokens / length or recipe.batch.rows)
         else:
