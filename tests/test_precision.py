@@ -25,7 +25,7 @@ from xformer.data.files import read_json, write_json
 from xformer.ops import native
 from xformer.parallel import precision
 from xformer.parallel.processes import ALONE
-from xformer.prepare import settled
+from xformer.prepare import with_precision
 from xformer.recipe import Recipe
 from xformer.study.__main__ import listing
 from xformer.study.forecast import Costs, Forecast
@@ -151,11 +151,11 @@ def recipe(*lines: str) -> Recipe:
 
 def test_auto_is_settled_once(fast: str) -> None:
     auto, explicit = recipe("system.precision=auto"), recipe("system.precision=bf16")
-    made, line = settled(auto, ALONE)
+    made, line = with_precision(auto, ALONE)
     assert made.system.precision == fast
     assert line.startswith(f"precision {fast} (system.precision=auto: ")
     assert made.model_copy(update={"system": auto.system}) == auto
-    assert settled(explicit, ALONE) == (explicit, "precision bf16")
+    assert with_precision(explicit, ALONE) == (explicit, "precision bf16")
     assert settings.validate(Recipe, {"data": "d", "run": "r", "head": "mlm"}).system == auto.system
     with pytest.raises(KeyError):
         ALONE.autocast("auto")
@@ -190,10 +190,10 @@ def test_a_run_keeps_its_precision_elsewhere(forks: Forks, data: Toys, tmp_path:
 def test_runs_of_before_have_fp32(fast: str, tmp_path: Path) -> None:
     for config in ({}, {"system": {"threads": 1}}, {"system": {"precision": "fp32"}}, 7):
         write_json(tmp_path / "config.json", {"identity": {}, "config": config})
-        made, _ = settled(recipe("system.precision=auto", f"run={tmp_path}"), ALONE)
+        made, _ = with_precision(recipe("system.precision=auto", f"run={tmp_path}"), ALONE)
         assert made.system.precision == "fp32"
     overwritten = recipe("system.precision=auto", f"run={tmp_path}", "overwrite=true")
-    assert settled(overwritten, ALONE)[0].system.precision == fast
+    assert with_precision(overwritten, ALONE)[0].system.precision == fast
 
 
 def test_a_rank_without_bf16_decides(forks: Forks, data: Toys, tmp_path: Path) -> None:

@@ -312,8 +312,8 @@ def check_output(out: Path, overwrite: bool, *read: Path) -> None:
 
 
 def resolve(path: str | Path) -> Path:
-    """The checkpoint directory for a path. If the path is a finished run, it is the checkpoint that
-    the run selected. A path that does not exist can name a checkpoint that comes with the package,
+    """The checkpoint directory for a path. For a finished run, this is the checkpoint that the run
+    selected. A path that does not exist can name a checkpoint that comes with the package,
     such as micro/english. Raises BadInput if there is no checkpoint."""
     given, path = Path(path), installed(path)
     put_back(path)

@@ -134,7 +134,7 @@ def main(write_rows: WriteRows | None = None) -> None:
         checkpoint = checkpoints.load(arguments[0])
         ranks = processes.start(config.system)
         provenance.refuse_unlike_ranks(ranks)
-        config, precision = settled(config, checkpoint, ranks)
+        config, precision = with_precision_of_training(config, checkpoint, ranks)
         slower = speed_note(ranks.device, config.system.precision, config.system.tf32)
         for note in filter(None, (slower, native.note(ranks.device))):
             if ranks.rank == 0:
@@ -172,7 +172,7 @@ def parse_arguments(arguments: list[str]) -> EvaluateConfig:
     return config
 
 
-def settled(
+def with_precision_of_training(
     config: EvaluateConfig, checkpoint: Checkpoint, ranks: Ranks
 ) -> tuple[EvaluateConfig, str]:
     """The settings with fp32 or bf16 in place of `system.precision=auto`, and a line about it.

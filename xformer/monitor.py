@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -264,5 +263,4 @@ def peak_memory(device: torch.device) -> float:
     process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

@@ -113,7 +113,7 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     """
     if recipe.init == "":
         raise BadInput("init must be given: init=CHECKPOINT, or init=RUN of a finished run")
-    recipe, precision = settled(recipe, ranks)
+    recipe, precision = with_precision(recipe, ranks)
     store = open_stores(recipe.data)
     for name in store.splits:
         store.split(name)  # refuses a split without rows now, not when it is scored
@@ -157,7 +157,7 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     return replace(setup, trajectory=_trajectory(setup))
 
 
-def settled(recipe: Recipe, ranks: Ranks) -> tuple[Recipe, str]:
+def with_precision(recipe: Recipe, ranks: Ranks) -> tuple[Recipe, str]:
     """The recipe with fp32 or bf16 in place of `system.precision=auto`, and a line about it.
 
     A run that continues keeps its precision, also on another machine. A new run takes bf16 if it is

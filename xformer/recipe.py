@@ -30,7 +30,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 class Seeds(Settings):
     """The seeds of everything random in a run. `seed=N` is short for `seed.all=N`. Each of the
-    others overrides it for one purpose, so that runs can differ in only that."""
+    others overrides it for one purpose, so that two runs can differ in a single seed."""
 
     all: Seed = 0
     """Seed of everything that has no seed of its own."""
@@ -133,8 +133,8 @@ class TrainConfig(Settings):
     """Steps between validations; 0 validates after every epoch. The last step is always
     validated."""
     checkpoint_every: int = Field(0, ge=0)
-    """Steps between checkpoints. 0 writes one after each validation that is the best so far, and
-    one at the end."""
+    """Steps between checkpoints; 0 writes none at fixed steps. One is also written after each
+    validation that is the best so far, and one at the end."""
     keep_last: int = Field(2, ge=1)
     """How many of the newest checkpoints to keep, besides the best."""
     keep_every: int = Field(0, ge=0)
