@@ -76,9 +76,11 @@ class Monitor:
         if not self.active:
             return
         if error is not None:
-            event = "stopped" if isinstance(error, Interrupted) else "failed"
-            why = reason(error) if isinstance(error, Exception) else ""
-            self.event(event, self.step, why=why or type(error).__name__)
+            if isinstance(error, Interrupted):
+                self.event("stopped", self.step)
+            else:
+                why = reason(error) if isinstance(error, Exception) else ""
+                self.event("failed", self.step, why=why or type(error).__name__)
         self.progress.close()
         self._on_board(self.board.close)
         self._write()

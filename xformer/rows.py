@@ -1,5 +1,7 @@
-"""The rows of a training step, computed again from the recipe. Nothing random in a run has a memory,
-so they are exactly those that the run read."""
+"""The rows of a training step, computed again from the recipe.
+
+They are exactly those that the run read, because nothing random in a run has a memory.
+"""
 
 from __future__ import annotations
 

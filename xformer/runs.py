@@ -86,7 +86,7 @@ def main() -> None:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """What the table shows of a run. `settings` and `scores` are by column; `main` has the columns
     of the metric that selects the checkpoint. `steps` is 0 if the recipe counts epochs. `job` is
     the name of the run in a study, and `why` says why it failed."""
@@ -124,6 +124,8 @@ def print_runs(directory: Path, file: str | None) -> None:
     Directories with a config.json that is not that of a run, or is damaged, are named below it."""
     if not directory.is_dir():
         raise BadInput(f"{directory} is not a directory; give one that has runs below it")
+    if file is not None and not Path(file).absolute().parent.is_dir():
+        raise BadInput(f"csv={file}: {Path(file).parent} is not a directory; make it first")
     runs, skipped = [], []
     for path in run_directories(directory):
         try:
@@ -161,7 +163,7 @@ def _natural(name: str) -> list[Any]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
-def summary(path: Path, name: str) -> Summary:
+def summary(path: Path, name: str) -> RunSummary:
     """What the table shows of the run in a directory. Raises BadInput if it is not a run."""
     content = read_config(path / "config.json")
     if not isinstance(content, dict) or "identity" not in content:
@@ -185,7 +187,7 @@ def summary(path: Path, name: str) -> Summary:
     kept = [int(p.name.removeprefix("step_")) for p in path.glob("checkpoints/step_*")]
     step = max([0, *kept, *(record["step"] for record in log[-1:])])
     job = path.with_suffix(".toml")  # a study writes its recipes beside its runs
-    return Summary(
+    return RunSummary(
         path.resolve().name if name == "." else name,
         job.read_text(encoding="utf-8").partition("\n")[0].strip("# ") if job.is_file() else "",
         state,
@@ -208,30 +210,33 @@ def _settings(recipe: Recipe) -> dict[str, str]:
         own = ModelConfig().model_dump(mode="json")
         shape = {f"model.{name}" for name in own if name not in DROPOUT_SETTINGS}
         unset = {f"model.{name}" for name in own if values[f"model.{name}"] == own[name]}
-        values = {k: None if k in unset else v for k, v in values.items() if k not in shape}
+        values = {k: v for k, v in values.items() if k not in shape and k not in unset}
     return {
         "seed" if name == "seed.all" else name: value if isinstance(value, str) else show(value)
         for name, value in ((n, "" if v is None else v) for n, v in values.items())
     }
 
 
-def differing(runs: list[Summary]) -> list[Summary]:
-    """The runs with only those settings in which they differ."""
-    names = dict.fromkeys(name for run in runs for name in run.settings)
-    kept = [n for n in names if len({run.settings.get(n) for run in runs} - {None}) > 1]
+def differing(runs: list[RunSummary]) -> list[RunSummary]:
+    """The runs with only those settings in which they differ. A setting that a run does not have is
+    that of its initial checkpoint, so it is compared only with runs that have one too."""
+
+    def differs(name: str) -> bool:
+        values = {run.settings[name] for run in runs if name in run.settings}
+        continued = {run.settings.get(name) for run in runs if run.settings["init"]}
+        return len(values) > 1 or len(continued) > 1
+
+    kept = [n for n in dict.fromkeys(n for run in runs for n in run.settings) if differs(n)]
     return [replace(r, settings={n: r.settings.get(n, "") for n in kept}) for r in runs]
 
 
-def table(runs: list[Summary], width: int) -> list[str]:
-    """The lines of the table, which are at most `width` columns wide, and a line that names the
+def table(runs: list[RunSummary], width: int) -> list[str]:
+    """The lines of the table, which are at most `width` columns wide, and lines that name the
     columns that do not fit."""
     cells = [run.cells() for run in runs]
     settings = dict.fromkeys(name for run in runs for name in run.settings)
     main = {name for run in runs for name in run.main}
-    scores = sorted(
-        dict.fromkeys(n for run in runs for n in run.scores), key=lambda n: n not in main
-    )
-    names = ["run", "job", "state", "step", *settings, *scores, "tokens/s"]
+    scores = sorted(dict.fromkeys(n for r in runs for n in r.scores), key=lambda n: n not in main)
 
     def importance(name: str) -> int:
         if name in settings:
@@ -239,33 +244,32 @@ def table(runs: list[Summary], width: int) -> list[str]:
         known = {"run": 0, "state": 0, "step": 0, "job": 2, "tokens/s": 4}
         return known.get(name, 1 if name in main else 5)
 
-    columns = {name: _column([row.get(name, "") for row in cells]) for name in names}
-    names = [name for name in names if any(columns[name])]
-    chosen, left = set(), width + 2
-    for name in sorted(names, key=importance):
-        needed = 2 + max(map(len, [name, *columns[name]]))
-        if needed <= left:
-            chosen.add(name)
-            left -= needed
-    lines = []
-    for row in range(-1, len(runs)):
-        line = ""
-        for name in (name for name in names if name in chosen):
-            text = columns[name][row] if row >= 0 else name
-            size = max(map(len, [name, *columns[name]]))
+    blocks: dict[str, list[str]] = {}  # a column as lines of equal width, its name on the first two
+    for name in ("run", "job", "state", "step", *settings, *scores, "tokens/s"):
+        column = _shortened([row.get(name, "") for row in cells])
+        if any(column):
+            above, below = re.fullmatch(r"(.*[ .])?(.*)", name).groups("")  # type: ignore[union-attr]
+            lines = [above.strip(), below, *column]
             right = name in scores or name in ("step", "tokens/s")
-            line += (text.rjust(size) if right else text.ljust(size)) + "  "
-        lines.append(line.rstrip())
-    missing = [name for name in names if name not in chosen]
+            size = max(map(len, lines))
+            blocks[name] = [line.rjust(size) if right else line.ljust(size) for line in lines]
+    chosen, left = set(), width
+    for name in sorted(blocks, key=importance):
+        if len(blocks[name][0]) <= left:
+            chosen.add(name)
+            left -= len(blocks[name][0]) + 2
+    shown = [block for name, block in blocks.items() if name in chosen]
+    lines = ["  ".join(parts).rstrip() for parts in zip(*shown, strict=True)]
+    missing = [name for name in blocks if name not in chosen]
     note = f"columns that do not fit: {', '.join(missing)} (csv=FILE writes all)"
-    return lines + textwrap.wrap(note, width) * bool(missing)
+    return lines[not lines[0] :] + textwrap.wrap(note, width) * bool(missing)
 
 
-def _column(texts: list[str]) -> list[str]:
+def _shortened(texts: list[str]) -> list[str]:
     """The cells of a column, shortened: paths lose what they all begin with."""
     folders = [os.path.dirname(text) for text in texts if "/" in text]
     mixed = len({folder.startswith("/") for folder in folders}) != 1
-    common = "" if mixed or len(folders) == 1 else os.path.commonpath(folders)
+    common = "" if mixed else os.path.commonpath(folders)
     short = [text.removeprefix(f"{common}/") if common else text for text in texts]
     long = len("...") - CELL
     return [
