@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import CLASSIFY, NO_DROPOUT, SMOKE, Forks, good, training
+from helpers import CLASSIFY, NO_DROPOUT, ROOT, SMOKE, Forks, good, training
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_train import AT_STEP, log
 from toys import Toys
 
+from xformer.analysis.subcommand import _to_tensorboard
 from xformer.data.errors import BadInput
 from xformer.data.store import open_store
 from xformer.monitor import ENDS
@@ -233,6 +235,19 @@ def test_settings_of_the_initial_checkpoint_are_not_compared() -> None:
     assert [r.settings.keys() for r in differing([fresh, tuned])] == [{"init"}] * 2
     both = differing([tuned, run(init="a", **{dropout: "0"})])
     assert [r.settings for r in both] == [{dropout: ""}, {dropout: "0"}]
+
+
+def test_analyses_stand_behind_the_curves_in_tensorboard(tmp_path: Path) -> None:
+    """The figure and a text with the main numbers, but no curve of one point."""
+    (tmp_path / "f.png").write_bytes((ROOT / "docs/demo.png").read_bytes())
+    numbers = {"layer 1": {"distance": 0.25}}
+    _to_tensorboard(tmp_path, "pwcca", tmp_path / "f.png", "two models", numbers)
+    shown = EventAccumulator(str(tmp_path / "analysis/pwcca")).Reload()
+    assert shown.Tags()["scalars"] == []
+    assert shown.Tags()["images"] == ["view/pwcca"]
+    text = shown.Tensors("pwcca/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text.startswith("two models\n")
+    assert "| layer 1 | distance | 0.25 |" in text
 
 
 # ------------------------------------------------------------------------------ the rows of a step
