@@ -19,7 +19,17 @@ from xformer.study.plan import Job, Plan
 from xformer.study.pool import line_of
 from xformer.study.spec import read_study
 
-NAMES = ("preprocess", "train", "evaluate", "convert", "surgery", "analyze", "study", "recipes")
+NAMES = (
+    "preprocess",
+    "train",
+    "evaluate",
+    "convert",
+    "surgery",
+    "analyze",
+    "study",
+    "runs",
+    "recipes",
+)
 
 
 def xformer(
@@ -66,6 +76,8 @@ def test_help_lists_the_commands(
         ("analyze draw", "xformer analyze draw FILE"),
         ("study", "xformer study studies/kao2021-figure2 scale=mini"),
         ("study verify", "xformer study verify runs/english"),
+        ("runs", "xformer runs runs/study csv=runs.csv"),
+        ("runs rows", "xformer runs rows runs/english step=1234"),
         ("recipes", "xformer recipes show finetune/classify"),
     ],
 )

@@ -90,6 +90,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "A run while it trains: what is due, logged and saved after a step.": ("xformer.session",),
     "Numerical trouble: where it arises, and what to do.": ("xformer.tracing", "xformer.guard"),
     "The training loop.": ("xformer.train",),
+    "Listing and comparing runs; the rows of a training step.": ("xformer.rows", "xformer.runs"),
     "Looking inside models and runs.": ("xformer.analysis",),
     "Studies of many runs, with their tables and claims.": ("xformer.study",),
     # only the command imports it, and it imports only xformer.data

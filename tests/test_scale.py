@@ -260,7 +260,7 @@ def test_utilisation_in_log_and_tensorboard(forks: Forks, data: Toys, tmp_path: 
     steps = ["train.steps=4", "train.log_every=2", "train.select=last", "system.peak_tflops=0.5"]
     good(forks.run(*training(SMOKE, data.text, run, *steps), ranks=2))
     lines = [record for record in log(run) if record["event"] == "train"]
-    shown = board(run).Scalars("train/mfu")
+    shown = board(run).Scalars("speed/mfu")
     assert [e.value for e in shown] == pytest.approx([line["mfu"] for line in lines])
     config = ModelConfig(**read_json(run / "checkpoints/step_4/config.json")["model"])
     for line in lines:

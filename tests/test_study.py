@@ -31,6 +31,7 @@ from scipy import stats
 from xformer.config import read_recipe, toml_text
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, write_json
+from xformer.run import in_use
 from xformer.study import pool
 from xformer.study.__main__ import listing
 from xformer.study.__main__ import main as study_main
@@ -1560,10 +1561,10 @@ def test_a_run_that_another_process_has_is_waited_for(tmp_path: Path) -> None:
     ) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        assert pool.in_use(shared.path)
+        assert in_use(shared.path)
         outcomes = pool.run_jobs([shared], pool.Local(1, 1), lambda _: None, lambda _: None, 0.01)
     assert outcomes["shared"].state == "there"
-    assert not pool.in_use(shared.path)
+    assert not in_use(shared.path)
 
 
 def test_gpus_are_those_that_the_process_may_see(

@@ -35,7 +35,7 @@ from xformer import checkpoint as checkpoints
 from xformer.config import all_keys, load
 from xformer.data.batch import Batch, Workload
 from xformer.data.files import read_json
-from xformer.monitor import SILENT
+from xformer.monitor import curves
 from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import ALONE, Ranks
 from xformer.prepare import prepare
@@ -110,13 +110,20 @@ def drawn_once(run: Path) -> None:
     """Assert that TensorBoard shows the numbers of the log, each of them once."""
     expected: dict[str, list[tuple[int, float]]] = {}
     for record in log(run):
-        for name, value in record.items() if record["event"] != "end" else ():
-            if name not in SILENT and isinstance(value, int | float):
-                point = (record["step"], float(np.float32(value)))
-                expected.setdefault(f"{record['event']}/{name}", []).append(point)
+        for name, value in curves(record).items():
+            point = (record["step"], float(np.float32(value)))
+            expected.setdefault(name, []).append(point)
     shown = board(run)
     actual = {t: [(e.step, e.value) for e in shown.Scalars(t)] for t in shown.Tags()["scalars"]}
     assert actual == expected
+
+
+def start_texts(run: Path) -> dict[int, list[str]]:
+    """The texts about the run's starts that TensorBoard shows, by step."""
+    texts: dict[int, list[str]] = {}
+    for event in board(run).Tensors("start/text_summary"):
+        texts.setdefault(event.step, []).append(event.tensor_proto.string_val[0].decode())
+    return texts
 
 
 def same(run: Path, reference: Path) -> None:
@@ -428,6 +435,12 @@ def test_raised_steps_continue_and_other_settings_are_refused(
     assert steps == [3, 6, 9, 12, 15, 20, 25, 30]
     assert len([record for record in log(run) if record["event"] == "end"]) == 2
     drawn_once(run)
+    texts = start_texts(run)  # each change of the settings is shown once
+    again = read_json(run / "config.json")["starts"][-1]["step"] + 1
+    assert {step: len(shown) for step, shown in texts.items()} == {0: 1, 16: 1, again: 1}
+    for step, steps_set, precision in ((0, 15, "fp32"), (16, 30, "fp32"), (again, 30, "bf16")):
+        assert f"\ntrain.steps = {steps_set}\n" in texts[step][0]
+        assert f'\nsystem.precision = "{precision}"\n' in texts[step][0]
     assert read_json(run / "config.json")["config"]["train"]["steps"] == 30
 
     good(forks.run(*line, "optim.lr=0.5", "overwrite=true"))
@@ -709,23 +722,29 @@ def test_tensorboard_and_log(learned: dict[str, Path]) -> None:
     run = learned["text"]
     drawn_once(run)
     shown = board(run)
-    expected = {
-        "loss",
-        "accuracy",
-        "perplexity",
-        "lr",
-        "grad_norm",
-        "real_tokens_per_second",
-        "memory_gib",
+    numbers = {
+        "loss": "loss/train",
+        "accuracy": "score/accuracy/train",
+        "perplexity": "score/perplexity/train",
+        "lr": "training/lr",
+        "grad_norm": "training/grad_norm",
+        "real_tokens_per_second": "speed/tokens_per_second",
+        "memory_gib": "system/memory_gib",
     }
-    assert {f"train/{name}" for name in expected} <= set(shown.Tags()["scalars"])
-    assert "validation/loss" in shown.Tags()["scalars"]
-    text = shown.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert '"head": "mlm"' in text
+    validated = ["loss/valid", "score/accuracy/valid", "score/perplexity/valid"]
+    assert sorted(shown.Tags()["scalars"]) == sorted([*numbers.values(), *validated])
+    assert sorted(shown.Tags()["scalars"])[:2] == ["loss/train", "loss/valid"]
+    assert [shown.Scalars("loss/train")[0].value, shown.Scalars("training/lr")[0].value] == [
+        float(np.float32(log(run)[1][name])) for name in ("loss", "lr")
+    ]
+    [[text]], start = start_texts(run).values(), log(run)[0]
+    assert text.startswith(f"parameters {start['parameters']:,}, rows {start['rows']:,}, tokens ")
+    for line in ('head = "mlm"', "train.steps = 250", f'torch = "{torch.__version__}"'):
+        assert f"\n{line}\n" in text
     for record in log(run):
         assert {"event", "step", "time"} <= set(record)
         if record["event"] == "train":
-            assert expected <= set(record)
+            assert numbers.keys() <= set(record)
 
 
 def test_help_explains_every_key() -> None:

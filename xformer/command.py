@@ -116,6 +116,13 @@ def _evaluate() -> None:
     main(write_rows)
 
 
+def _runs() -> None:
+    from xformer import runs
+
+    _explain(runs.__doc__)
+    runs.main()
+
+
 def _program(name: str) -> Callable[[], None]:
     """A function that imports the package xformer.NAME and calls its main function."""
 
@@ -184,6 +191,7 @@ COMMANDS = {
         "Train many runs as a study, and compare them with published numbers.",
         _program("study"),
     ),
+    "runs": Command("List and compare runs, or print the rows of a training step.", _runs),
     "recipes": Command("List the recipes that come with the package, or print one.", _recipes),
 }
 

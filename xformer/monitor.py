@@ -1,10 +1,11 @@
-"""The reports of a run: `log.jsonl`, TensorBoard's curves, and a progress bar on a terminal or
-plain lines elsewhere. The curves show the numbers in log.jsonl. Only rank 0 reports.
+"""The reports of a run: `log.jsonl`, TensorBoard, and a progress bar on a terminal or plain lines
+elsewhere. TensorBoard's curves show the numbers in log.jsonl. Only rank 0 reports.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import time
@@ -16,11 +17,27 @@ from typing import Any
 
 import torch
 
+from xformer.config import flat, show
 from xformer.data.display import Progress, format_number, say
-from xformer.data.errors import Failure, reason
+from xformer.data.errors import Failure, Interrupted, reason
 from xformer.data.files import write_bytes
 
-SILENT = {"event", "step", "time", "epoch", "rank", "micro_batch"}  # fields without a curve
+# The events at the end of a log. A run that continues removes them.
+ENDS = ("end", "stopped", "failed")
+# the events with curves, and the split of their losses and scores
+SPLITS = {"train": "train", "validation": "valid"}
+# The names of curves. TensorBoard sorts them, so that the losses come first. All other numbers of
+# these events are scores.
+CURVES = {
+    "loss": "loss/{split}",
+    "real_tokens_per_second": "speed/tokens_per_second",
+    "mfu": "speed/mfu",
+    "memory_gib": "system/memory_gib",
+    "grad_norm": "training/grad_norm",
+    "lr": "training/lr",
+    "dropped": "training/dropped_updates",
+}
+SILENT = {"event", "step", "time", "epoch"}  # fields without a curve
 
 
 class Monitor:
@@ -33,12 +50,14 @@ class Monitor:
     def __init__(self, run: Path, active: bool, step: int, done: int, total: int, unit: str):
         self.run, self.active = run, active
         self.refused, self.drawing = False, True  # used to report a full disk only once
+        self.first, self.step = step + 1, max(step, 0)  # `step` is the newest finished step
+        self.starts: list[dict[str, Any]] = []
         if not active:
             return
         self.path = run / "log.jsonl"
         self.file = self.path.open("ab", buffering=0)
         self.unwritten = b""
-        self.board = Board(run / "tensorboard", step + 1)
+        self.board = Board(run / "tensorboard", self.first)
         if self.board.empty:
             for record in records(run):
                 self._on_board(partial(self._draw, record))
@@ -55,6 +74,12 @@ class Monitor:
     ) -> None:
         if not self.active:
             return
+        if error is not None:
+            if isinstance(error, Interrupted):
+                self.event("stopped", self.step)
+            else:
+                why = reason(error) if isinstance(error, Exception) else ""
+                self.event("failed", self.step, why=why or type(error).__name__)
         self.progress.close()
         self._on_board(self.board.close)
         self._write()
@@ -65,10 +90,13 @@ class Monitor:
         if self.unwritten and error is None:
             raise Failure(f"the end of {self.path} could not be written; make room on the disk")
 
-    def text(self, name: str, content: str) -> None:
-        """Add a text to TensorBoard's text page."""
+    def describe(self, starts: list[dict[str, Any]]) -> None:
+        """Show the sizes, settings and versions of a run on TensorBoard's text page. `starts` is
+        the entry of config.json. There is a text for each start that changed something, at its
+        first step. Call this after the event "start"."""
         if self.active:
-            self._on_board(lambda: self.board.text(name, f"```\n{content}\n```"))
+            self.starts = starts
+            self._on_board(lambda: self._draw_starts(0 if self.board.empty else self.first))
 
     def advance(self, done: int) -> None:
         """Move the bar to `done`."""
@@ -81,8 +109,8 @@ class Monitor:
             say(*lines, error=True)
 
     def event(self, event: str, step: int, **values: Any) -> None:
-        """Log an event, and show it on the progress bar or print it as a line. Its numbers also
-        become points on TensorBoard's curves "EVENT/NAME", except those of the event "end"."""
+        """Log an event, and show it on the progress bar or print it as a line. The numbers of
+        training and validation also become points on TensorBoard's curves."""
         if not self.active:
             return
         record = {"event": event, "step": step, "time": round(time.time(), 3), **values}
@@ -98,7 +126,8 @@ class Monitor:
             self.progress.advance(0, **{name: short[name] for name in ("loss", "tokens/s", "lr")})
         elif short:
             line = "  ".join(f"{name} {format_number(value)}" for name, value in short.items())
-            split = f"{values['split']}  " if "split" in values else ""
+            split = values.get("split", "valid" if event == "validation" else "")
+            split = f"{split}  " if split else ""
             state = f"  {self.progress.state()}" if event == "train" else ""
             self.say(f"{event:<10} step {step:>6}  {split}{line}{state}")
 
@@ -132,38 +161,76 @@ class Monitor:
         self.board = Board(self.run / "tensorboard", 0)
         for record in records(self.run):
             self._draw(record)
+        self._draw_starts(0)
         self.board.close()
 
     def _draw(self, record: dict[str, Any]) -> None:
-        if record["event"] != "end":  # a result is not a curve
-            numbers = {
-                f"{record['event']}/{name}": value
-                for name, value in record.items()
-                if name not in SILENT and isinstance(value, int | float)
-            }
-            self.board.numbers(record["step"], record["time"], numbers)
+        if points := curves(record):
+            self.board.numbers(record["step"], record["time"], points)
+
+    def _draw_starts(self, least: int) -> None:
+        """Show the starts whose first step is at least `least`; that of the first start is 0."""
+        steps = [start["step"] and start["step"] + 1 for start in self.starts]
+        if max(steps, default=-1) >= least:
+            begun = next((r for r in records(self.run) if r["event"] == "start"), {})
+            for step, start in zip(steps, self.starts, strict=True):
+                if step >= least:
+                    self.board.text("start", _start_text(start, begun), step)
+
+
+def curves(record: dict[str, Any]) -> dict[str, int | float]:
+    """The points that an event of the log adds to TensorBoard's curves, by the name of the
+    curve."""
+    if record["event"] == "trouble":
+        record = {"event": "train", "dropped": record.get("dropped")}
+    if record["event"] not in SPLITS:
+        return {}
+    return {
+        CURVES.get(name, f"score/{name}/{{split}}").format(split=SPLITS[record["event"]]): value
+        for name, value in record.items()
+        if name not in SILENT and isinstance(value, int | float)
+    }
+
+
+def _start_text(start: dict[str, Any], begun: dict[str, Any]) -> str:
+    """A start in Markdown: the numbers of the event "start", all settings, and the versions."""
+    numbers = [
+        f"{name} {value:,}"
+        for name, value in begun.items()
+        if name not in SILENT and isinstance(value, int)
+    ]
+    settings, versions = (
+        "\n".join(
+            f"{name} = {show(value)}"
+            for name, value in flat(start[part]).items()
+            if value is not None
+        )
+        for part in ("config", "environment")
+    )
+    return f"{', '.join(numbers)}\n\n```\n{settings}\n```\n\n```\n{versions}\n```"
 
 
 class Board:
     """A new file of TensorBoard events in a directory, for the steps from `step` on. The file tells
     TensorBoard to discard these steps from older files.
 
-    It contains one event for each line of the log. torch's SummaryWriter would write one event for
-    each number, would need ten times as long for each event, and takes seconds to import.
+    It contains one event for each line of the log that has curves. torch's SummaryWriter would
+    write one event for each number, would need ten times as long for each event, and takes seconds
+    to import.
     """
 
     def __init__(self, directory: Path, step: int):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        start = "events.out.tfevents."
-        files = [p.name for p in directory.glob(f"{start}*") if p.name.count(".") == 3]
+        names = re.compile(r"events\.out\.tfevents\.(\d+)\.curves")  # not those of older versions
+        files = [int(n[1]) for p in directory.glob("*") if (n := names.fullmatch(p.name))]
         self.empty = not files
         if self.empty:
             shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(exist_ok=True)
-        last = max((int(name.removeprefix(start)) for name in files), default=0)
-        name = f"{start}{max(time.time_ns(), last + 1)}"  # TensorBoard reads files by name
+        number = max(time.time_ns(), max(files, default=0) + 1)  # TensorBoard reads files by name
+        name = f"events.out.tfevents.{number}.curves"
         self.writer, self.event = RecordWriter((directory / name).open("wb")), Event
         self._write(file_version="brain.Event:2")
         if files:
@@ -181,8 +248,8 @@ class Board:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._write(step=step, wall_time=clock, summary=Summary(value=values))
 
-    def text(self, name: str, content: str) -> None:
-        """Add a text to TensorBoard's text page."""
+    def text(self, name: str, content: str, step: int) -> None:
+        """Add a text in Markdown to TensorBoard's text page."""
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
 
@@ -191,7 +258,7 @@ class Board:
         value = Summary.Value(
             tag=f"{name}/text_summary", tensor=tensor, metadata=SummaryMetadata(plugin_data=plugin)
         )
-        self._write(summary=Summary(value=[value]))
+        self._write(step=step, summary=Summary(value=[value]))
 
     def close(self) -> None:
         self.writer.close()
@@ -215,7 +282,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def cut_log(run: Path, step: int) -> str:
-    """Remove the events after `step`, and the event "end", from the log of a run that restarts.
+    """Remove the events after `step`, and those in ENDS, from the log of a run that restarts.
 
     If lines up to `step` cannot be read, keeps a copy of the damaged log and returns a line that
     says so; otherwise returns "". An incomplete last line does not count as damage, because a
@@ -232,7 +299,7 @@ def cut_log(run: Path, step: int) -> str:
             broken.append(str(number))
         elif record["step"] > step:
             break
-        elif record["event"] != "end":
+        elif record["event"] not in ENDS:
             good.append(json.dumps(record) + "\n")
     damage = ""
     if broken:

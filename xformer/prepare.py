@@ -428,17 +428,24 @@ def warmup_share(setup: Setup, length: int) -> float:
     return warmup * rows / length
 
 
-def open_run(setup: Setup) -> tuple[Run, dict[str, Any]]:
-    """Open the run's directory on rank 0. Returns the run, on every rank, and the content of its
-    config.json. Raises BadInput as `Run.open` does."""
+def identity_of(setup: Setup) -> dict[str, Any]:
+    """The settings that are compared when a run continues. What it reads is identified by its
+    content: the store, the initial checkpoint, and what the operations of `surgery` read."""
     config = setup.recipe.model_dump(mode="json")
     identity = {k: v for k, v in config.items() if k not in ("run", "overwrite", "system")}
     identity["data"] = setup.store.key
     if setup.recipe.init is not None:
         identity["init"] = checkpoints.content_key(checkpoints.resolve(setup.recipe.init))
     inputs = [registry.content(operation) for operation in setup.recipe.surgery]
-    if any(inputs):  # checksums of what operations read besides the checkpoint
+    if any(inputs):
         identity["surgery"] = [{**o, **c} for o, c in zip(config["surgery"], inputs, strict=True)]
+    return identity
+
+
+def open_run(setup: Setup) -> tuple[Run, dict[str, Any]]:
+    """Open the run's directory on rank 0. Returns the run, on every rank, and the content of its
+    config.json. Raises BadInput as `Run.open` does."""
+    config, identity = setup.recipe.model_dump(mode="json"), identity_of(setup)
     provenance.refuse_unlike_ranks(setup.ranks)
     environment = setup.ranks.on_rank_zero(partial(provenance.environment, setup.ranks))
     environment["compile"] = compiles(setup.recipe.system, setup.ranks, setup.start.config)

@@ -288,6 +288,18 @@ def is_finished(path: Path) -> bool:
     return (path / "result.json").is_file()
 
 
+def in_use(path: Path) -> bool:
+    """Whether a process on this machine has the lock of a run, so that the run is in progress."""
+    try:
+        with (path / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none
+        return False
+    return False
+
+
 def kept_only_weights(path: Path) -> bool:
     """Whether a run is finished and kept only weights. Such a run cannot be extended."""
     if not is_finished(path):

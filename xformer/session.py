@@ -118,6 +118,7 @@ class Session:
         epoch = state.position // setup.samples.per_epoch
         state.advance(step)
         setup.ranks.at(state.step)
+        self.monitor.step = state.step
         self.monitor.advance(setup.progress(state.step, state.position)[0])
         self.clock.mark += self.profiler.step(state.step)
         if self.damage:

@@ -7,7 +7,6 @@ if __name__ == "__main__":  # `python -m xformer.train`: before torch is importe
 
     as_command("train")
 
-import json
 import math
 import sys
 from collections.abc import Collection, Generator
@@ -102,7 +101,7 @@ def train(
         notes = (damage, setup.precision, slow, native.note(ranks.device))
         kept = setup.trajectory.announcement(run.path, state.step)
         monitor.say(*filter(None, (*notes, kept)))
-        monitor.text("config", json.dumps(recipe.model_dump(mode="json"), indent=1))
+        monitor.describe((run.earlier or {}).get("starts", []))
         feed = setup.feed(fixed=compiling != "none")
         _compile(model, compiling, setup, feed, monitor)
         with (

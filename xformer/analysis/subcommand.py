@@ -162,7 +162,8 @@ def publish(
 def _to_tensorboard(
     run: Path, name: str, image: Path, line: str, metrics: dict[str, dict[str, float]]
 ) -> None:
-    """Show a result in a run's TensorBoard.
+    """Show a result in a run's TensorBoard, behind the curves: its figure, and its main numbers as
+    a text, because a curve of one point shows nothing.
 
     The result has its own directory, because a resumed run rewrites the directory of its curves.
     """
@@ -172,8 +173,11 @@ def _to_tensorboard(
     directory = run / "analysis" / name
     shutil.rmtree(directory, ignore_errors=True)
     with SummaryWriter(str(directory)) as board:
-        board.add_image(name, imread(image)[..., :3], 0, dataformats="HWC")
-        board.add_text(name, line, 0)
-        for group, numbers in metrics.items():
-            for key, value in numbers.items():
-                board.add_scalar(f"{name}/{group}/{key}", value, 0)
+        board.add_image(f"view/{name}", imread(image)[..., :3], 0, dataformats="HWC")
+        rows = [
+            f"| {group} | {key} | {value:.6g} |"
+            for group, numbers in metrics.items()
+            for key, value in numbers.items()
+        ]
+        table = ["| group | name | value |", "|---|---|---|", *rows]
+        board.add_text(name, "\n".join([line, "", *table]), 0)

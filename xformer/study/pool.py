@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import runpy
 import shutil
@@ -22,6 +21,7 @@ from xformer.config import toml_text
 from xformer.data.display import Progress, duration, say
 from xformer.data.errors import BadInput, Interrupted, lacks
 from xformer.monitor import records
+from xformer.run import in_use
 from xformer.study.forecast import OTHER, Costs, Forecast
 from xformer.study.plan import Job, Plan, to_do
 
@@ -455,18 +455,6 @@ def _order(jobs: Sequence[Job]) -> dict[str, tuple[int, int]]:
         runs[job.key] = before + bool(job.stage)
         rank[job.key] = (-before, number)
     return rank
-
-
-def in_use(run: Path) -> bool:
-    """Whether another process has a run's lock: another study, or a job of a killed one."""
-    try:
-        with (run / ".lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # there is none
-        return False
-    return False
 
 
 def _blocker(job: Job, outcomes: dict[str, Outcome]) -> str:

@@ -21,7 +21,7 @@ from xformer.config import Settings, each, help_text, parse_overrides, validate
 from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
-from xformer.monitor import records
+from xformer.monitor import ENDS, records
 from xformer.parallel import processes
 from xformer.prepare import DROPOUT_SETTINGS
 from xformer.recipe import Recipe
@@ -123,7 +123,7 @@ def _records(run: Path, steps: int) -> list[dict[str, Any]]:
     return [
         {k: v for k, v in record.items() if k not in CLOCK}
         for record in records(run)
-        if record["step"] <= steps and record["event"] != "end"
+        if record["step"] <= steps and record["event"] not in ENDS
     ]
 
 
