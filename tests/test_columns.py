@@ -20,7 +20,10 @@ from xformer.preprocess import cli
 from xformer.preprocess.tasks.predict import write_rows
 
 TOKENIZER = "micro/english"
-PARTS = {"task": "tsv", "options": {"delimiter": None, "quoting": None, "no_header": False}}
+PARTS: dict[str, Any] = {
+    "task": "tsv",
+    "options": {"delimiter": None, "quoting": None, "no_header": False},
+}
 
 
 def table(path: Path, header: str, *rows: tuple[str, ...]) -> Path:
@@ -84,8 +87,9 @@ def test_a_table_of_pieces_with_columns_of_other_names(
         task(monkeypatch, tmp_path / "s", *line, "--composer", "who", "--midi", "file")
 
 
-CLASSIFY = {"kind": "classify", "labels": ["no", "yes"]}
-PREDICTED = {  # the checkpoint's head; the file's header, a row; columns=; the texts that are read
+CLASSIFY: dict[str, Any] = {"kind": "classify", "labels": ["no", "yes"]}
+# the checkpoint's head; the file's header, a row; columns=; the texts that are read
+PREDICTED: dict[str, tuple[dict[str, Any], tuple[str, ...], list[str], list[str]]] = {
     "class": (
         CLASSIFY | {"columns": {**PARTS, "text": "sentence"}},
         ("id,review", "1", "good film"),
@@ -122,7 +126,7 @@ PREDICTED = {  # the checkpoint's head; the file's header, a row; columns=; the 
             "pair": True,
             "columns": {
                 "task": "choice",
-                "options": {**PARTS["options"], "context": ["c"], "endings": ["x", "y"]},  # type: ignore[dict-item]
+                "options": {**PARTS["options"], "context": ["c"], "endings": ["x", "y"]},
             },
         },
         ("why,yes,no", "one", "two", "three"),

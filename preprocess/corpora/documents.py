@@ -85,7 +85,8 @@ def _column(path: Path, name: str, bad: BadRows, advance: Callable[[int], None])
     """Yield the texts in a column of a table; empty ones are left out."""
     table = RowTable(path)
     if name not in table.columns:
-        raise BadInput(f"{table.missing(name)}; name one with --field")
+        others = "name one with --field, or give --format text to read all of it"
+        raise BadInput(f"{table.missing(name)}; {others}")
     for _, (text,) in table.rows([name], bad):
         if text:
             yield text

@@ -23,6 +23,7 @@ from .labelled import SPLITS, Row, TaskSource, find_splits, input_files
 from .tables import ENDINGS, RowTable, extension
 
 NUMBERS = ["0", "1", "2"]
+COLUMNS = ("text", "text_b", "label")  # fields of Glue and options that name a column
 ENTAILMENT = ("entailment", "not_entailment")
 
 
@@ -133,6 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             option,
             metavar="COLUMN",
+            default=argparse.SUPPRESS,  # so that a store records it only if it is given
             help=f"The column of the {holds} (default: as GLUE and its copies name it).",
         )
 
@@ -184,10 +186,15 @@ def read(arguments: argparse.Namespace, name: str) -> TaskSource:
 def _renamed(glue: Glue, arguments: argparse.Namespace, name: str) -> Glue:
     """The task with the names that the user gives to its columns. Raises BadInput for a second text
     that the task does not have."""
-    if arguments.text_b and not glue.text_b:
+    own = {key: (column,) for key, column in vars(arguments).items() if key in COLUMNS}
+    if "text_b" in own and not glue.text_b:
         raise BadInput(f"--text-b {arguments.text_b}: {name} has one text; leave it out")
-    names = ((key, getattr(arguments, key)) for key in ("text", "text_b", "label"))
-    return replace(glue, **{key: (column,) for key, column in names if column})
+    return replace(
+        glue,
+        text=own.get("text", glue.text),
+        text_b=own.get("text_b", glue.text_b),
+        label=own.get("label", glue.label),
+    )
 
 
 def _open(path: Path, split: str, glue: Glue) -> RowTable:

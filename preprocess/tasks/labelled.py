@@ -689,7 +689,7 @@ def run(
     started = time.monotonic()
     task = read(arguments)
     # `evaluate.py input=` reads rows to predict with the same task and options
-    options = {key: getattr(arguments, key) for key in arguments.own}
+    options = {key: getattr(arguments, key) for key in arguments.own if hasattr(arguments, key)}
     task = replace(task, columns={**task.columns, "task": name, "options": options})
     tokenizer = tokenizer or task.tokenizer
     if tokenizer is None:

@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(
             option,
-            default=name,
             metavar="COLUMN",
-            help=f"The column of a table that names the {holds} (default: %(default)s).",
+            default=argparse.SUPPRESS,  # so that a store records it only if it is given
+            help=f"The column of a table that names the {holds} (default: {name}).",
         )
     parser.add_argument(
         "--segment",
@@ -86,7 +86,8 @@ def read(arguments: argparse.Namespace) -> TaskSource:
         splits.refuse_columns(arguments.split_column, source)
         pieces = _by_directory(source)
     else:
-        columns = [arguments.composer, arguments.midi]
+        given = vars(arguments)
+        columns = [given.get("composer", COMPOSER_COLUMN), given.get("midi", MIDI_COLUMN)]
         pieces = _maestro(table, columns, arguments.split_column, bad, used)
     if not pieces:
         raise BadInput(f"{source} names no piece")

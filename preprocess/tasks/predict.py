@@ -194,9 +194,9 @@ def _table(
     columns are missing.
     """
     if given and len(given) != len(names):
-        texts = " and ".join(repr(options[0]) if options else "the text" for options in names)
+        needed = " and ".join(repr(options[0]) if options else "the text" for options in names)
         raise BadInput(
-            f"columns= names {_count_columns(given)}, but a row needs {len(names)}, for {texts}"
+            f"columns= names {_count_columns(given)}, but a row needs {len(names)}, for {needed}"
         )
     names = [[name] for name in given] or names
     table, columns = _open(path, names, form)

@@ -237,7 +237,7 @@ def _divided(
         line = f"note: {path} has only {articles} {noun}, so its contexts are divided"
         say(f"{line}, not its articles", error=True)
     drawn = np.random.default_rng(seed).permutation(sorted(set(units))).tolist()
-    split_of = {}
+    split_of: dict[str, str] = {}
     for name, share in shares.items():
         count = max(1, round(share * (len(drawn) + len(split_of))))
         split_of |= dict.fromkeys(drawn[:count], name)
