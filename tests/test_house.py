@@ -40,7 +40,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "xformer.ops.vocabulary_loss",
     ),
     "The shape of a model.": ("xformer.model.config",),
-    "The encoder.": ("xformer.model.encoder",),
+    "The encoder, and padded tensors as packed batches.": (
+        "xformer.model.encoder",
+        "xformer.model.padded",
+    ),
     "The convolutional network that can replace the encoder.": ("xformer.model.hilbert",),
     "The interface of a task, and the model with a task's heads.": ("xformer.tasks.task",),
     "Tasks from which others inherit or borrow.": (
@@ -55,6 +58,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "xformer.tasks.regress",
     ),
     "All tasks by name.": ("xformer.tasks.known",),
+    "Texts that are not in a store: batches and vectors.": ("xformer.texts",),
     "Weights with everything that is needed to use them.": ("xformer.checkpoint",),
     "Detecting lost ranks.": ("xformer.parallel.watch",),
     "Which precision is fast on a device.": ("xformer.parallel.precision",),

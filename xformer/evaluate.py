@@ -31,14 +31,13 @@ from xformer.data.store import open_store
 from xformer.data.tokenizers import Tokenizer
 from xformer.ops import native
 from xformer.parallel import processes
-from xformer.parallel.feed import to_device
 from xformer.parallel.precision import fast_on, reason_for_bf16, speed_note
 from xformer.parallel.processes import ALONE, Ranks, SystemConfig
 from xformer.predictions import FOLDER, write
 from xformer.run import is_run
 from xformer.scoring import assembler_for, outputs_of, score
 from xformer.tasks.mlm import likeliest, with_masks
-from xformer.tasks.task import Task, as_table, check_finite
+from xformer.tasks.task import Task, as_table, check_finite, to_device
 
 # A function that writes the rows of a file as the split `input` of a new store. Arguments: file,
 # head, tokenizer, path of the store. It is in preprocess/, which this module may not import.
