@@ -58,6 +58,7 @@ def test_help_lists_the_commands(
         ("preprocess task tsv", "usage: xformer preprocess task tsv "),
         ("train", "xformer train finetune/classify data="),
         ("evaluate", "xformer evaluate runs/cola data="),
+        ("encode", "xformer encode micro/english input="),
         ("convert", "usage: xformer convert "),
         ("convert to-hf", "usage: xformer convert to-hf "),
         ("surgery", "usage: xformer surgery "),

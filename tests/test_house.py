@@ -90,6 +90,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "The directory of a run.": ("xformer.run",),
     "Scores of a model on a split.": ("xformer.scoring",),
     "The command that scores and predicts.": ("xformer.evaluate",),
+    "The command that writes vectors.": ("xformer.encode",),
     "A recipe, with everything that it names opened and checked.": ("xformer.prepare",),
     "A run while it trains: what is due, logged and saved after a step.": ("xformer.session",),
     "Numerical trouble: where it arises, and what to do.": ("xformer.tracing", "xformer.guard"),

@@ -329,14 +329,15 @@ def forget_state(path: Path) -> None:
         (path / name).unlink(missing_ok=True)
 
 
-def content_key(path: Path) -> str:
+def content_key(path: str | Path) -> str:
     """SHA-256 of a checkpoint's content, without the state of its run."""
-    sums = sorted((name, value) for name, value in _sums(path).items() if name not in STATE)
+    sums = sorted((name, value) for name, value in _sums(Path(path)).items() if name not in STATE)
     return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
 
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def save_tensors(tensors: dict[str, Tensor], path: str | Path) -> None:
     """Write a safetensors file. A tensor with two names is written twice."""
+    path = Path(path)
     separate: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -394,8 +395,9 @@ def resolve(path: str | Path) -> Path:
     raise BadInput(f"{path} is not a checkpoint (no manifest.json){hint}")
 
 
-def verify(path: Path) -> None:
+def verify(path: str | Path) -> None:
     """Raise BadInput that names the first file of a checkpoint that is missing or has changed."""
+    path = Path(path)
     sums = _sums(path)
     for name in sums:
         if not (path / name).is_file():
@@ -481,7 +483,7 @@ def _read(path: Path) -> Checkpoint:
     )
 
 
-def load_tensors(path: Path) -> dict[str, Tensor]:
+def load_tensors(path: str | Path) -> dict[str, Tensor]:
     """The memory-mapped tensors of a safetensors file. Raises BadInput if it is absent or
     damaged."""
     try:

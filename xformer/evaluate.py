@@ -156,7 +156,7 @@ def parse_arguments(arguments: list[str]) -> EvaluateConfig:
         raise BadInput(f"out= and predictions= are both {config.out}; give two different files")
     for output in (config.out, config.predictions):
         if output:
-            _check_writable(Path(output))
+            check_writable(Path(output))
     return config
 
 
@@ -180,7 +180,7 @@ def settled(
     return config.model_copy(update={"system": system}), f"precision {precision} ({why})"
 
 
-def _check_writable(output: Path) -> None:
+def check_writable(output: Path) -> None:
     """Raise BadInput if an output file cannot be written, or would replace a file of a run."""
     folder = output.parent.resolve()
     if not folder.is_dir():
