@@ -181,7 +181,7 @@ def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
     for file, column, words in (
         ("t.csv", "txt", "has no column 'txt'; it has 'text', 'n'; did you mean 'text'"),
         ("null.jsonl", None, "null.jsonl:2: the column 'text' is null"),
-        ("lines", None, "lines:3: not UTF-8"),
+        ("lines", None, "lines:3: not valid UTF-8"),
         ("nothing", None, "nothing does not exist"),
     ):
         with pytest.raises(BadInput, match=words):
