@@ -19,7 +19,10 @@ from xformer.study.plan import Job, Plan
 from xformer.study.pool import line_of
 from xformer.study.spec import read_study
 
-NAMES = ("preprocess", "train", "evaluate", "convert", "surgery", "analyze", "study", "recipes")
+NAMES = (
+    *("preprocess", "train", "evaluate", "encode", "convert", "surgery", "analyze", "study"),
+    "recipes",
+)
 
 
 def xformer(

@@ -52,11 +52,12 @@ def main() -> None:
     with processes.group():
         recipe = load(Recipe, sys.argv[1:])
         mapping.parse(recipe.mapping)
-        train(recipe, processes.start(recipe.system))
+        train(recipe)
 
 
-def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
-    """Run a recipe to its end, or to step `until`, resuming from its newest checkpoint.
+def train(recipe: Recipe, ranks: Ranks | None = None, until: int = 0) -> None:
+    """Run a recipe to its end, or to step `until`, resuming from its newest checkpoint. `ranks` are
+    by default what `processes.start` finds: those of torchrun, or this process alone.
 
     Raises BadInput if the input is wrong, before anything is written. (A split with nothing to
     score can be noticed later, when it is scored.) Raises Interrupted if a signal stops the run,
@@ -64,6 +65,7 @@ def train(recipe: Recipe, ranks: Ranks, until: int = 0) -> None:
     if the last checkpoint cannot be written.
     """
     # open everything that the recipe names, and find out how far the run got
+    ranks = ranks or processes.start(recipe.system)
     setup = prepare(recipe, ranks)
     compiling = compiles(recipe.system, ranks, setup.start.config)
     run, config = open_run(setup)
