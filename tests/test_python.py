@@ -428,3 +428,10 @@ def test_strings_and_paths_are_alike(english: Checkpoint, minilm: Path, tmp_path
         moved = surgery.transplant(english, source=kind(place / "c"))
         assert moved.history[-1]["source"] == str(place / "c")
         assert read_study(kind(ROOT / "recipes/studies/demo.toml"), "mini").scale == "mini"
+
+
+def test_rows_are_cut_to_what_the_model_accepts(english: Checkpoint) -> None:
+    """The default of a head that a program makes is longer than the small model accepts."""
+    heads = Head("classify", ("a", "b")), Head("classify", ("a", "b"), max_tokens=20)
+    assert [english.with_head(head).max_tokens for head in heads] == [128, 20]
+    assert checkpoint.replace(english, head=None).max_tokens == 128

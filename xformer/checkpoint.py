@@ -74,6 +74,13 @@ class Checkpoint:
         """The task of the head, or None if there is no head."""
         return task_of(self.head)
 
+    @property
+    def max_tokens(self) -> int:
+        """The length to which rows are truncated, in tokens: that of the head's training, if the
+        model accepts it."""
+        longest = self.config.max_positions
+        return longest if self.head is None else min(self.head.max_tokens, longest)
+
     def model(self) -> Model:
         """The model with a float32 copy of these weights, on the CPU in evaluation mode.
 

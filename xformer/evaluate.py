@@ -278,7 +278,9 @@ def _predict_file(
         store, tokenizer = Path(directory) / "rows", checkpoint.source or checkpoint.tokenizer
         write_rows(Path(str(config.input)), asdict(head), tokenizer, store)
         split = open_store(store).split("input")
-        assembler = Assembler(split, checkpoint.tokenizer, head.max_tokens, checkpoint.mapping)
+        assembler = Assembler(
+            split, checkpoint.tokenizer, checkpoint.max_tokens, checkpoint.mapping
+        )
         _say_truncated(checkpoint, assembler)
         model = checkpoint.model().to(ranks.device)
         alone = replace(ranks, rank=0, world_size=1)  # only rank 0 runs this function

@@ -112,7 +112,7 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
     else:
         size = checkpoint.config.vocab_size
         array = mapping.build_mapping(spec or head.mapping, store, checkpoint.tokenizer, size)
-    return Assembler(store.split(split), checkpoint.tokenizer, head.max_tokens, array)
+    return Assembler(store.split(split), checkpoint.tokenizer, checkpoint.max_tokens, array)
 
 
 def check_kind(kind: str, task: Task | type[Task], store: object) -> None:
