@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -128,7 +128,7 @@ class Checkpoint:
 
     def encode(
         self,
-        texts: str | Sequence[str],
+        texts: Iterable[str],
         *,
         pooling: Pooling = "mean",
         normalize: bool = False,
