@@ -1,6 +1,6 @@
 # make demo            pre-train, fine-tune and report on text that comes with Python: 6 to 10 minutes on 2 cores
 # make test            run the suite: 7 minutes on 2 cores
-# make test-slow       build the wheel and use it outside the checkout: a few minutes
+# make test-slow       build the wheel and use it outside the checkout; run the notebooks: about 10 minutes
 # make check           check lint, format and types
 # make format          fix lint and format
 # make faults          kill processes, fill disks, damage files, lose ranks: about an hour on 2 cores
@@ -34,6 +34,7 @@ test: .venv/ready
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 test-slow: .venv/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,notebooks]'
 	$(BIN)/python -m pytest -m slow
 
 faults: .venv/ready

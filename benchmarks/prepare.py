@@ -53,7 +53,7 @@ def model(bench: Bench, labels: tuple[str, ...] = ()) -> tuple[Path, Path]:
         folder.mkdir()
         checkpoint = checkpoints.fresh(ModelConfig(**bench.size.model), tokenizer(bench), SEED)
         head = Head("classify", labels) if labels else Head("mlm")
-        checkpoint, _, _ = checkpoint.with_head(head, SEED)
+        checkpoint = checkpoint.with_head(head, SEED)
         checkpoints.save(checkpoint, ours)
         to_hf(checkpoint, theirs)
     return ours, theirs

@@ -159,7 +159,7 @@ def test_equals_transformers_in_both_directions(name: str, chosen: Path, tmp_pat
         **shapes[name],
     )
     start = checkpoints.fresh(config, trained.tokenizer, 3)
-    ours, *_ = start.with_head(Head("choice", max_tokens=40), 4)
+    ours = start.with_head(Head("choice", max_tokens=40), 4)
     family = hf.to_hf(ours, tmp_path / "hf")
     written = read_json(tmp_path / "hf/config.json")["architectures"]
     assert written == [f"{family.model}ForMultipleChoice"] == [f"{name}ForMultipleChoice"]

@@ -20,13 +20,7 @@ from xformer.study.pool import line_of
 from xformer.study.spec import read_study
 
 NAMES = (
-    "preprocess",
-    "train",
-    "evaluate",
-    "convert",
-    "surgery",
-    "analyze",
-    "study",
+    *("preprocess", "train", "evaluate", "encode", "convert", "surgery", "analyze", "study"),
     "runs",
     "recipes",
 )
@@ -68,6 +62,7 @@ def test_help_lists_the_commands(
         ("preprocess task tsv", "usage: xformer preprocess task tsv "),
         ("train", "xformer train finetune/classify data="),
         ("evaluate", "xformer evaluate runs/cola data="),
+        ("encode", "xformer encode micro/english input="),
         ("convert", "usage: xformer convert "),
         ("convert to-hf", "usage: xformer convert to-hf "),
         ("surgery", "usage: xformer surgery "),

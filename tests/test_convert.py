@@ -226,7 +226,7 @@ def test_robertas_fixed_activation_concerns_only_its_mlm_head(tmp_path: Path) ->
     assert imported.config.activation == "gelu_tanh"
     hf.to_hf(imported, tmp_path / "out")
     assert read_json(tmp_path / "out/config.json")["hidden_act"] == "gelu_new"
-    trained, _, _ = imported.with_head(Head("mlm"), 1)
+    trained = imported.with_head(Head("mlm"), 1)
     with pytest.raises(errors.BadInput, match="not that of roberta's MLM head"):
         hf.to_hf(trained, tmp_path / "mlm")
 

@@ -239,7 +239,7 @@ def test_our_own_checkpoints_give_equal_outputs_in_transformers(
 ) -> None:
     transformers = pytest.importorskip("transformers")
     head = Head(kind, ("a", "b", "c") if kind in ("classify", "tag") else ())
-    made, _, _ = scratch(learned, family).with_head(head, seed=2)
+    made = scratch(learned, family).with_head(head, seed=2)
     assert hf.to_hf(made, tmp_path / "theirs").name == family
     auto = getattr(transformers, f"AutoModel{AUTO[kind]}")
     theirs = auto.from_pretrained(tmp_path / "theirs").eval()
@@ -270,7 +270,7 @@ def test_masks_are_filled_as_transformers_does(
     learned: dict[str, tokenizers.Tokenizer], family: str, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    made, _, _ = scratch(learned, family).with_head(Head("mlm"), seed=2)
+    made = scratch(learned, family).with_head(Head("mlm"), seed=2)
     hf.to_hf(made, tmp_path / "theirs")
     theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "theirs").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
@@ -293,9 +293,7 @@ def test_pairs_of_texts_give_equal_outputs(
 ) -> None:
     # covers RoBERTa's separators and positions, with and without segments, rows of all lengths
     transformers = pytest.importorskip("transformers")
-    made, _, _ = scratch(learned, family, max_positions=80).with_head(
-        Head("classify", ("a", "b")), 2
-    )
+    made = scratch(learned, family, max_positions=80).with_head(Head("classify", ("a", "b")), 2)
     hf.to_hf(made, tmp_path / "theirs")
     name = "AutoModelForSequenceClassification"
     theirs = getattr(transformers, name).from_pretrained(tmp_path / "theirs").eval()
@@ -344,7 +342,7 @@ def test_a_shape_that_no_family_has_is_refused(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    made, _, _ = scratch(learned, family, **more).with_head(Head("classify", ("a", "b")), 1)
+    made = scratch(learned, family, **more).with_head(Head("classify", ("a", "b")), 1)
     checkpoints.save(made, tmp_path / "ours")
     status, out, err = run(capfd, "to-hf", tmp_path / "ours", tmp_path / "theirs")
     assert (status, out, err.count("\n")) == (2, "", 1)
@@ -444,7 +442,7 @@ def test_the_files_of_sentence_transformers_are_kept(minilm: Path, tmp_path: Pat
     assert read_json(exported / "sentence_bert_config.json")["max_seq_length"] == 256
     # a classifier is not a sentence encoder
     imported = hf.from_hf(minilm).checkpoint
-    made, _, _ = imported.with_head(Head("classify", ("a", "b")), 1)
+    made = imported.with_head(Head("classify", ("a", "b")), 1)
     hf.to_hf(made, tmp_path / "classifier")
     assert not (tmp_path / "classifier/modules.json").exists()
 

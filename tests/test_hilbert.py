@@ -54,7 +54,7 @@ def fresh(kmer: int = 2, longest: int = 62, outputs: int = 3, **settings: float)
         {"architecture": "hilbert_cnn", "kmer": kmer, "max_positions": longest, **settings}
     )
     head = Head("classify", labels=tuple("abcdefgh"[:outputs]))
-    return checkpoints.fresh(config, TOKENIZER, 1).with_head(head, 1)[0]
+    return checkpoints.fresh(config, TOKENIZER, 1).with_head(head, 1)
 
 
 def pack(rows: list[str], seconds: list[str] | None = None) -> Batch[Tensor]:
@@ -290,7 +290,7 @@ def test_the_gradient_is_the_slope_of_the_loss(training: bool) -> None:
 
 
 def test_a_score_is_one_number_a_row() -> None:
-    start = fresh(1).with_head(Head("regress"), 2)[0]
+    start = fresh(1).with_head(Head("regress"), 2)
     batch = replace(pack(ROWS), labels=torch.linspace(-1, 1, len(ROWS)))
     model = start.model().requires_grad_(False)
     loss, outputs = model.loss(batch), model.logits(batch)

@@ -40,7 +40,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "xformer.ops.vocabulary_loss",
     ),
     "The shape of a model.": ("xformer.model.config",),
-    "The encoder.": ("xformer.model.encoder",),
+    "The encoder, and padded tensors as packed batches.": (
+        "xformer.model.encoder",
+        "xformer.model.padded",
+    ),
     "The convolutional network that can replace the encoder.": ("xformer.model.hilbert",),
     "The interface of a task, and the model with a task's heads.": ("xformer.tasks.task",),
     "Tasks from which others inherit or borrow.": (
@@ -55,6 +58,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "xformer.tasks.regress",
     ),
     "All tasks by name.": ("xformer.tasks.known",),
+    "Texts that are not in a store: batches and vectors.": ("xformer.texts",),
     "Weights with everything that is needed to use them.": ("xformer.checkpoint",),
     "Detecting lost ranks.": ("xformer.parallel.watch",),
     "Which precision is fast on a device.": ("xformer.parallel.precision",),
@@ -86,6 +90,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "The directory of a run.": ("xformer.run",),
     "Scores of a model on a split.": ("xformer.scoring",),
     "The command that scores and predicts.": ("xformer.evaluate",),
+    "The command that writes vectors.": ("xformer.encode",),
     "A recipe, with everything that it names opened and checked.": ("xformer.prepare",),
     "A run while it trains: what is due, logged and saved after a step.": ("xformer.session",),
     "Numerical trouble: where it arises, and what to do.": ("xformer.tracing", "xformer.guard"),

@@ -141,7 +141,7 @@ CLASSES = Head("classify", ("EI", "IE", "N"), "accuracy", max_tokens=9, columns=
 @pytest.fixture
 def trained() -> Checkpoint:
     """A checkpoint with all possible parts."""
-    made, _, _ = checkpoints.fresh(SMALL, LETTERS, seed=1).with_head(CLASSES, seed=2)
+    made = checkpoints.fresh(SMALL, LETTERS, seed=1).with_head(CLASSES, seed=2)
     source = vocabularies.symbols("xyz")
     mapping = np.array([0, 1, 2, 3, 4, 7, 5, 8])
     return replace(made, source=source, mapping=mapping, history=({"op": "fresh", "seed": 1},))
@@ -336,8 +336,9 @@ def test_another_head_keeps_what_fits(
 ) -> None:
     before = checkpoints.fresh(SMALL, LETTERS, seed=1)
     if old is not None:
-        before, _, _ = before.with_head(old, seed=2)
-    after, made_fresh, left_out = before.with_head(new, seed=3)
+        before = before.with_head(old, seed=2)
+    after = before.with_head(new, seed=3)
+    made_fresh, left_out = checkpoints.changed_weights(before, after)
     assert after.head == new
     assert set(made_fresh) == fresh
     assert set(left_out) == dropped
@@ -364,7 +365,7 @@ def test_fresh_weights_are_as_published() -> None:
     config = ModelConfig(
         layers=1, hidden=120, heads=2, intermediate=300, max_positions=200, initializer_range=0.05
     )
-    made, _, _ = checkpoints.fresh(config, LETTERS, seed=1).with_head(Head("mlm"), seed=1)
+    made = checkpoints.fresh(config, LETTERS, seed=1).with_head(Head("mlm"), seed=1)
     matrices = []
     for name, weight in made.weights.items():
         if name.endswith("norm.weight"):
@@ -411,7 +412,7 @@ def test_the_clean_twin_is_the_same_but_for_its_weights(trained: Checkpoint) -> 
     assert {n: w.shape for n, w in twin.weights.items()} == shapes
     record = {"op": "clean", "seed": 6, "distribution": "normal"}
     assert twin.history == (*before.history, record)
-    scratch, _, _ = checkpoints.fresh(SMALL, LETTERS, seed=6).with_head(CLASSES, seed=6)
+    scratch = checkpoints.fresh(SMALL, LETTERS, seed=6).with_head(CLASSES, seed=6)
     assert same_weights(twin, scratch)
     assert same_weights(before, altered(trained))  # the original is untouched
 

@@ -50,7 +50,7 @@ def counted(
 ) -> Checkpoint:
     """A checkpoint whose elements all differ, because they are numbered from 1."""
     checkpoint = checkpoints.fresh(config, known or tokenizer(), seed=0)
-    checkpoint, _, _ = checkpoint.with_head(head or Head("mlm"), seed=0)
+    checkpoint = checkpoint.with_head(head or Head("mlm"), seed=0)
     sizes = [weight.numel() for weight in checkpoint.weights.values()]
     numbers = torch.arange(1.0, sum(sizes) + 1).split(sizes)
     shapes = [weight.shape for weight in checkpoint.weights.values()]
@@ -330,7 +330,7 @@ def test_the_clean_twin_is_drawn_from_either_distribution() -> None:
     normal, truncated = (
         surgery.clean(before, seed=3, distribution=d) for d in ("normal", "truncated")
     )
-    scratch, _, _ = checkpoints.fresh(SHAPE, tokenizer(), 3).with_head(Head("mlm"), 3)
+    scratch = checkpoints.fresh(SHAPE, tokenizer(), 3).with_head(Head("mlm"), 3)
     assert same(normal, scratch)
     for name, weight in truncated.weights.items():
         assert float(weight.abs().max()) <= (1 if "norm" in name else 0.04), name

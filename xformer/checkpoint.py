@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from xformer.data import tokenizers
+from xformer.data.batch import CHUNK
 from xformer.data.errors import BadInput, typed
 from xformer.data.files import (
     atomic_directory,
@@ -44,6 +45,7 @@ from xformer.model import hilbert
 from xformer.model.config import ModelConfig
 from xformer.tasks.known import TASKS, task_of
 from xformer.tasks.task import Head, Model, Task
+from xformer.texts import Pooling, vectors_of
 
 FORMAT = 1
 STATE = ("state.json", "optimizer.safetensors")  # files that a run needs to continue
@@ -72,24 +74,34 @@ class Checkpoint:
         """The task of the head, or None if there is no head."""
         return task_of(self.head)
 
+    @property
+    def max_tokens(self) -> int:
+        """The length to which rows are truncated, in tokens: that of the head's training, if the
+        model accepts it."""
+        longest = self.config.max_positions
+        return longest if self.head is None else min(self.head.max_tokens, longest)
+
     def model(self) -> Model:
         """The model with a float32 copy of these weights, on the CPU in evaluation mode.
 
         Raises BadInput if a weight is missing, unexpected or of the wrong shape.
         """
+        return self._built(copy=True)
+
+    def _built(self, copy: bool) -> Model:
+        """The model. Without `copy` it shares the weights, so that it must not be trained."""
         with torch.device("meta"):
             model = Model(self.config, self.task, parts_of(self.weights))
         check_weights(self.weights, model.state_dict(), "the checkpoint")
-        weights = {k: v.to(torch.float32, copy=True) for k, v in self.weights.items()}
+        weights = {k: v.to(torch.float32, copy=copy) for k, v in self.weights.items()}
         model.load_state_dict(weights, assign=True)
         return model.eval()
 
-    def with_head(self, head: Head, seed: int) -> tuple[Checkpoint, list[str], list[str]]:
+    def with_head(self, head: Head, seed: int = 0) -> Checkpoint:
         """This checkpoint with another head. Weights that both heads have, such as a pooler, are
         kept. A task head is always initialised anew, because equal labels may belong to another
         task.
 
-        Returns the checkpoint, the names of the new weights and the names of the dropped ones.
         Raises BadInput if the architecture does not support the head.
         """
         task = task_of(head)
@@ -98,14 +110,59 @@ class Checkpoint:
         kept = {k: v for k, v in self.weights.items() if not k.startswith("task_head")}
         with torch.device("meta"):
             wanted = Model(self.config, task).state_dict()
-        kept = {k: v for k, v in kept.items() if k in wanted}
-        fresh = [name for name in wanted if name not in kept]
-        dropped = [name for name in self.weights if name not in kept]
         weights = {
             name: kept[name] if name in kept else initialise(name, shape.shape, self.config, seed)
             for name, shape in wanted.items()
         }
-        return replace(self, weights=weights, head=head), fresh, dropped
+        return replace(self, weights=weights, head=head)
+
+    def with_weights(self, model: Model) -> Checkpoint:
+        """This checkpoint with a copy of the weights of `model`, which a program has trained.
+
+        The history records that a program changed them. Raises BadInput if the model has other
+        weights than the checkpoint.
+        """
+        weights = {name: w.detach().cpu().clone() for name, w in model.state_dict().items()}
+        check_weights(weights, self.weights, "the model")
+        return replace(self, weights=weights, history=(*self.history, {"op": "with_weights"}))
+
+    def encode(
+        self,
+        texts: Iterable[str],
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = False,
+        max_tokens: int | None = None,
+        batch_tokens: int = CHUNK,
+        device: str | torch.device | None = None,
+    ) -> np.ndarray:
+        """The vectors of texts, (N, C) float32; or of one text, (C,).
+
+        `vectors_of` of xformer.texts explains the arguments. `device` is where they are computed;
+        by default CUDA if there is a GPU. Every call builds the model. To encode many small lists,
+        build it once with `model()` and call `vectors_of`.
+        """
+        given = [texts] if isinstance(texts, str) else list(texts)
+        on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        vectors = vectors_of(
+            self._built(copy=False).to(on),
+            self.tokenizer,
+            given,
+            pooling=pooling,
+            normalize=normalize,
+            max_tokens=max_tokens,
+            batch_tokens=batch_tokens,
+            source=self.source,
+            mapping=self.mapping,
+        )
+        return vectors[0] if isinstance(texts, str) else vectors
+
+
+def changed_weights(before: Checkpoint, after: Checkpoint) -> tuple[list[str], list[str]]:
+    """The names of the weights of `after` that are new, and of those of `before` that it has not
+    kept."""
+    new = [name for name, w in after.weights.items() if w is not before.weights.get(name)]
+    return new, [name for name, w in before.weights.items() if w is not after.weights.get(name)]
 
 
 def check_head(config: ModelConfig, task: Task | type[Task]) -> None:
@@ -279,14 +336,15 @@ def forget_state(path: Path) -> None:
         (path / name).unlink(missing_ok=True)
 
 
-def content_key(path: Path) -> str:
+def content_key(path: str | Path) -> str:
     """SHA-256 of a checkpoint's content, without the state of its run."""
-    sums = sorted((name, value) for name, value in _sums(path).items() if name not in STATE)
+    sums = sorted((name, value) for name, value in _sums(Path(path)).items() if name not in STATE)
     return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
 
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def save_tensors(tensors: dict[str, Tensor], path: str | Path) -> None:
     """Write a safetensors file. A tensor with two names is written twice."""
+    path = Path(path)
     separate: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -344,8 +402,9 @@ def resolve(path: str | Path) -> Path:
     raise BadInput(f"{path} is not a checkpoint (no manifest.json){hint}")
 
 
-def verify(path: Path) -> None:
+def verify(path: str | Path) -> None:
     """Raise BadInput that names the first file of a checkpoint that is missing or has changed."""
+    path = Path(path)
     sums = _sums(path)
     for name in sums:
         if not (path / name).is_file():
@@ -431,7 +490,7 @@ def _read(path: Path) -> Checkpoint:
     )
 
 
-def load_tensors(path: Path) -> dict[str, Tensor]:
+def load_tensors(path: str | Path) -> dict[str, Tensor]:
     """The memory-mapped tensors of a safetensors file. Raises BadInput if it is absent or
     damaged."""
     try:

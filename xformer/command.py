@@ -48,6 +48,16 @@ EVALUATE = """Score a checkpoint, fill masks, or predict raw rows.
 The first argument is the directory of a checkpoint or of a finished run. A run stands for the
 checkpoint that train.select chose. Give exactly one of data=, text= and input=.
 """
+ENCODE = """Write the vectors of texts, one per text.
+
+    xformer encode micro/english input=sentences.txt out=vectors.npy
+    xformer encode runs/cola input=reviews.csv column=review out=vectors.h5 normalize=true
+    xformer encode ckpt/bert input=reviews.jsonl pooling=first out=vectors.tsv
+
+The first argument is the directory of a checkpoint or of a finished run. Texts are packed without
+padding, so batch_tokens= changes the speed and not the vectors. From Python, the same vectors are
+xformer.checkpoint.load(CHECKPOINT).encode(texts).
+"""
 RECIPES = """List the recipes that come with the package, or print one.
 
     xformer recipes
@@ -123,6 +133,14 @@ def _runs() -> None:
     runs.main()
 
 
+def _encode() -> None:
+    from xformer.encode import main
+    from xformer.preprocess.tasks.predict import read_texts
+
+    _explain(ENCODE)
+    main(read_texts)
+
+
 def _program(name: str) -> Callable[[], None]:
     """A function that imports the package xformer.NAME and calls its main function."""
 
@@ -178,6 +196,7 @@ COMMANDS = {
     "preprocess": Command("Turn raw files into stores for training.", _preprocess),
     "train": Command("Pre-train or fine-tune a model, as a recipe says.", _train),
     "evaluate": Command("Score a checkpoint, fill masks, or predict raw rows.", _evaluate),
+    "encode": Command("Write the vectors of texts, one per text.", _encode),
     "convert": Command(
         "Import and export Hugging Face checkpoints, and describe a checkpoint.",
         _program("convert"),

@@ -31,14 +31,13 @@ from xformer.data.store import open_store
 from xformer.data.tokenizers import Tokenizer
 from xformer.ops import native
 from xformer.parallel import processes
-from xformer.parallel.feed import to_device
 from xformer.parallel.precision import fast_on, reason_for_bf16, speed_note
 from xformer.parallel.processes import ALONE, Ranks, SystemConfig
 from xformer.predictions import FOLDER, write
 from xformer.run import is_run
 from xformer.scoring import assembler_for, outputs_of, score
 from xformer.tasks.mlm import likeliest, with_masks
-from xformer.tasks.task import Task, as_table, check_finite
+from xformer.tasks.task import Task, as_table, check_finite, to_device
 
 # A function that writes the rows of a file as the split `input` of a new store. Arguments: file,
 # head, tokenizer, path of the store, columns. It is in preprocess/, which this module may not
@@ -168,7 +167,7 @@ def parse_arguments(arguments: list[str]) -> EvaluateConfig:
         raise BadInput(f"out= and predictions= are both {config.out}; give two different files")
     for output in (config.out, config.predictions):
         if output:
-            _check_writable(Path(output))
+            check_writable(Path(output))
     return config
 
 
@@ -192,7 +191,7 @@ def with_precision_of_training(
     return config.model_copy(update={"system": system}), f"precision {precision} ({why})"
 
 
-def _check_writable(output: Path) -> None:
+def check_writable(output: Path) -> None:
     """Raise BadInput if an output file cannot be written, or would replace a file of a run."""
     folder = output.parent.resolve()
     if not folder.is_dir():
@@ -290,7 +289,9 @@ def _predict_file(
         store, tokenizer = Path(directory) / "rows", checkpoint.source or checkpoint.tokenizer
         write_rows(Path(str(config.input)), asdict(head), tokenizer, store, config.columns)
         split = open_store(store).split("input")
-        assembler = Assembler(split, checkpoint.tokenizer, head.max_tokens, checkpoint.mapping)
+        assembler = Assembler(
+            split, checkpoint.tokenizer, checkpoint.max_tokens, checkpoint.mapping
+        )
         _say_truncated(checkpoint, assembler)
         model = checkpoint.model().to(ranks.device)
         alone = replace(ranks, rank=0, world_size=1)  # only rank 0 runs this function

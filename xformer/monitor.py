@@ -264,10 +264,10 @@ class Board:
         self.writer.close()
 
 
-def records(run: Path) -> list[dict[str, Any]]:
+def records(run: str | Path) -> list[dict[str, Any]]:
     """The events of a run's log, in order. Lines that are not events are left out, such as an
     incomplete last line of a run that was killed."""
-    lines = (run / "log.jsonl").read_bytes().split(b"\n")
+    lines = (Path(run) / "log.jsonl").read_bytes().split(b"\n")
     return [record for line in lines if (record := _record(line)) is not None]
 
 

@@ -47,10 +47,10 @@ FORMAT = 1
 FOLDER = "predictions"  # the directory of these files in a run
 
 
-def write(path: Path, predictions: Predictions, store: str) -> None:
+def write(path: str | Path, predictions: Predictions, store: str) -> None:
     """Write predictions to a compressed file, atomically. `store` is the key of the store. Raises
     OSError if writing fails."""
-    questions = predictions.questions
+    path, questions = Path(path), predictions.questions
     about = {
         "format": FORMAT,
         "head": predictions.head,

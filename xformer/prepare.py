@@ -145,7 +145,8 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
             "make the store again with labels for it, or without it"
         )
     train_assembler = Assembler(split, start.tokenizer, recipe.batch.max_tokens, array)
-    start, fresh, dropped = start.with_head(head, recipe.seed.of("weights"))
+    before, start = start, start.with_head(head, recipe.seed.of("weights"))
+    fresh, dropped = checkpoints.changed_weights(before, start)
     if array is not None or recipe.mapping == "ids":
         identity = np.arange(store.vocab_size)
         source, array = store.tokenizer(), identity if array is None else array

@@ -16,9 +16,9 @@ from xformer.data.display import Progress
 from xformer.data.errors import BadInput, typed
 from xformer.data.store import Store
 from xformer.parallel.compiled import not_compiled
-from xformer.parallel.feed import made_ahead, to_device
+from xformer.parallel.feed import made_ahead
 from xformer.parallel.processes import Ranks
-from xformer.tasks.task import Model, Predictions, Task, check_finite, tensor_on
+from xformer.tasks.task import Model, Predictions, Task, check_finite, tensor_on, to_device
 
 MASKING_SEED = 0  # all runs validate with the same masks, so that their losses are comparable
 
@@ -112,7 +112,7 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
     else:
         size = checkpoint.config.vocab_size
         array = mapping.build_mapping(spec or head.mapping, store, checkpoint.tokenizer, size)
-    return Assembler(store.split(split), checkpoint.tokenizer, head.max_tokens, array)
+    return Assembler(store.split(split), checkpoint.tokenizer, checkpoint.max_tokens, array)
 
 
 def check_kind(kind: str, task: Task | type[Task], store: object) -> None:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from xformer.data.batch import Batch
 from xformer.parallel.compiled import not_compiled
-from xformer.parallel.feed import to_device
 from xformer.prepare import Setup
-from xformer.tasks.task import Loss, Model
+from xformer.tasks.task import Loss, Model, to_device
 
 # the stages in which the first non-finite value can occur, in the order of computation
 WEIGHT, FORWARD, BACKWARD, NOWHERE = range(4)

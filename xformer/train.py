@@ -52,13 +52,17 @@ def main() -> None:
         recipe = load(Recipe, sys.argv[1:])
         mapping.parse(recipe.mapping)
         overrides = flat(parse_overrides(Recipe, sys.argv[2:]))
-        train(recipe, processes.start(recipe.system), overrides=overrides)
+        train(recipe, overrides=overrides)
 
 
 def train(
-    recipe: Recipe, ranks: Ranks, until: int = 0, overrides: Collection[str] | None = None
+    recipe: Recipe,
+    ranks: Ranks | None = None,
+    until: int = 0,
+    overrides: Collection[str] | None = None,
 ) -> None:
-    """Run a recipe to its end, or to step `until`, resuming from its newest checkpoint. `overrides`
+    """Run a recipe to its end, or to step `until`, resuming from its newest checkpoint. `ranks` are
+    by default what `processes.start` finds: those of torchrun, or this process alone. `overrides`
     are the keys that the user typed; see `prepare`.
 
     Raises BadInput if the input is wrong, before anything is written. (A split with nothing to
@@ -67,6 +71,7 @@ def train(
     if the last checkpoint cannot be written.
     """
     # open everything that the recipe names, and find out how far the run got
+    ranks = ranks or processes.start(recipe.system)
     setup = prepare(recipe, ranks, overrides)
     compiling = compiles(recipe.system, ranks, setup.start.config)
     run, config = open_run(setup)

@@ -31,6 +31,7 @@ INPUT = "input"  # the name of the split, and of the column with the texts as th
 KINDS = {"classify": "class", "regress": "score", "tag": "tag", "span": "span", "choice": "choice"}
 SEQUENCES = dna.DNA_TASKS | protein.PROTEIN_TASKS
 JSON, PARQUET = (".jsonl", ".json"), ".parquet"
+TABLES = (".csv", ".tsv", *JSON, PARQUET)
 BAD = BadRows(skip=False)  # the first row that cannot be read is an error
 OTHERS = "columns= names other columns"
 Names = Sequence[Sequence[str]]  # for each text, the names that its column may have
@@ -103,6 +104,27 @@ def write_rows(
             for batch in labelled.row_batches(rows):
                 writer.append(batch)
         store.finish(KINDS[record.kind], record.labels, None, {}, choices)
+
+
+def read_texts(path: Path, column: str | None = None) -> list[str]:
+    """The texts of a file: its lines; or a column of a table (csv, tsv, JSON lines, parquet), by
+    default `text`.
+
+    A file with another ending is a table only if `column` is given. Raises BadInput if the column
+    is missing, or naming file and line of a text that cannot be read.
+    """
+    check_files([path])
+    if column is None and extension(path) not in TABLES:
+        return [line for _, line in read_lines(path)]
+    table, name = RowTable(path), column or "text"
+    if name not in table.columns:
+        raise BadInput(f"{table.missing(name)}; name the column of the texts with column=")
+    texts = []
+    for line, (text,) in table.rows([name], BAD):
+        if text is None:
+            BAD(path, line, f"the column {name!r} is null")
+        texts.append(text or "")
+    return texts
 
 
 def _rows(path: Path, head: HeadRecord, tokenizer: Tokenizer) -> Iterator[Row]:

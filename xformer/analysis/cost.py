@@ -176,7 +176,7 @@ def _with_head(checkpoint: Checkpoint, config: CostConfig) -> Checkpoint:
     if type(checkpoint.task) is TASKS[config.head]:
         return checkpoint
     head = Head(config.head, ("0", "1") if TASKS[config.head].named_classes else ())
-    return checkpoint.with_head(head, config.seed)[0]
+    return checkpoint.with_head(head, config.seed)
 
 
 def parameters_and_flops(checkpoint: Checkpoint, config: CostConfig) -> dict[str, Any]:

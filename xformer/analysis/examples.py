@@ -30,9 +30,8 @@ from xformer.data.store import Store
 from xformer.model.encoder import Encoder
 from xformer.ops.attention import Layout, probabilities
 from xformer.parallel import processes
-from xformer.parallel.feed import to_device
 from xformer.parallel.processes import SystemConfig
-from xformer.tasks.task import Model
+from xformer.tasks.task import Model, to_device
 
 FORWARD_TOKENS = 4096  # tokens in one forward pass
 DEFAULT_TOKENS = 128  # default of max_tokens

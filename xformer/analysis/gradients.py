@@ -40,15 +40,15 @@ from xformer.analysis.examples import (
     open_examples,
 )
 from xformer.analysis.subcommand import Subcommand, publish
+from xformer.checkpoint import changed_weights
 from xformer.data import style
 from xformer.data.batch import Batch
 from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure
 from xformer.model.encoder import Encoder
 from xformer.ops.native import only_plain
-from xformer.parallel.feed import to_device
 from xformer.tasks.known import TASKS
-from xformer.tasks.task import Head, Model
+from xformer.tasks.task import Head, Model, to_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -472,8 +472,9 @@ def _with_head(
     labels = tuple(store.labels) if task.named_classes else ()
     if type(own) is task and (not task.named_classes or own.head.labels == labels):
         return loaded.model, False
-    made, fresh, _ = checkpoint.with_head(Head(task.name, labels, store.metric), config.seed)
-    if not fresh:  # an MLM head that was trained with a pair head
+    made = checkpoint.with_head(Head(task.name, labels, store.metric), config.seed)
+    new, _ = changed_weights(checkpoint, made)
+    if not new:  # an MLM head that was trained with a pair head
         return made.model().to(loaded.device), False
     say(
         f"{loaded.path} has no head for {drawing.of_stores(store.name)}; it gets a new one "

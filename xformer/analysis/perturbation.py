@@ -35,7 +35,7 @@ from xformer.analysis.examples import (
 from xformer.analysis.subcommand import Subcommand, publish, with_progress
 from xformer.data import style
 from xformer.data.errors import BadInput
-from xformer.parallel.feed import to_device
+from xformer.tasks.task import to_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

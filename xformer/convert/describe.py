@@ -26,13 +26,13 @@ class _Screen:
             self.lines.append(f"{title if i == 0 else '':<12}{value}")
 
 
-def describe(path: Path) -> list[str]:
+def describe(path: str | Path) -> list[str]:
     """The lines that describe a directory.
 
     Raises BadInput if it is not a checkpoint, a run or a Hugging Face directory, or if it is
     damaged.
     """
-    screen = _Screen()
+    path, screen = Path(path), _Screen()
     run = (path / "checkpoints").is_dir() or (path / "result.json").is_file()
     if (path / "config.json").is_file() and not (path / "manifest.json").is_file() and not run:
         imported = hf.from_hf(path)

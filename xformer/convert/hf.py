@@ -72,7 +72,7 @@ class Imported:
 # ------------------------------------------------------------------------------------- import
 
 
-def from_hf(directory: Path, repository: str = "") -> Imported:
+def from_hf(directory: str | Path, repository: str = "") -> Imported:
     """Import a Hugging Face directory: config.json, weights, tokenizer. `repository` is its name on
     the hub, for the history.
 
@@ -82,6 +82,7 @@ def from_hf(directory: Path, repository: str = "") -> Imported:
     Raises BadInput if the architecture is not supported, if a tensor is missing, has another shape
     or type than expected or holds NaN, or if the vocabulary does not fit the embeddings.
     """
+    directory = Path(directory)
     put_back(directory)
     if not directory.is_dir():
         raise BadInput(f"{directory} is not a directory; give one with config.json and weights")
@@ -130,12 +131,12 @@ def from_hf(directory: Path, repository: str = "") -> Imported:
     return Imported(checkpoint, family, len(used) + len(tied), tied, left, lacking)
 
 
-def read_shape(directory: Path) -> ModelConfig:
+def read_shape(directory: str | Path) -> ModelConfig:
     """The shape of the model in a Hugging Face directory, from its config.json.
 
     Raises BadInput if there is no config.json, or if its architecture is not supported.
     """
-    return _read_config(directory)[1]
+    return _read_config(Path(directory))[1]
 
 
 def _read_config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
@@ -492,7 +493,9 @@ def import_report(imported: Imported) -> list[str]:
 # ------------------------------------------------------------------------------------- export
 
 
-def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False, card: str = "") -> Family:
+def to_hf(
+    checkpoint: Checkpoint, out: str | Path, overwrite: bool = False, card: str = ""
+) -> Family:
     """Write a directory that `transformers` loads: config.json, model.safetensors, tokenizer, and
     `card` as README.md.
 
@@ -507,7 +510,7 @@ def to_hf(checkpoint: Checkpoint, out: Path, overwrite: bool = False, card: str 
         tensors |= dict(zip(theirs, parts, strict=True))
     dtype, tensors = _in_their_dtypes(checkpoint, family, tensors)
     config = checkpoint.config
-    with atomic_directory(out, overwrite) as directory:
+    with atomic_directory(Path(out), overwrite) as directory:
         save_tensors(tensors, directory / "model.safetensors")
         write_json(directory / "config.json", _their_config(checkpoint, family, dtype))
         published.export_tokenizer(

@@ -34,7 +34,7 @@ from xformer.tasks.task import Head
 HEAD_SIZE = 64  # of the published model: 12 heads, 768 wide
 
 
-def from_plus(file: Path, heads: int | None = None, labels: tuple[str, ...] = ()) -> Imported:
+def from_plus(file: str | Path, heads: int | None = None, labels: tuple[str, ...] = ()) -> Imported:
     """Import a PLUS-TFM checkpoint (`.pt`, tensors only).
 
     `heads` is the number of attention heads, by default width / 64. A file without a classifier
@@ -44,6 +44,7 @@ def from_plus(file: Path, heads: int | None = None, labels: tuple[str, ...] = ()
     is not a PLUS-TFM checkpoint, if its sizes contradict each other, or if the number of `labels`
     is not that of the classes.
     """
+    file = Path(file)
     if not file.is_file():
         raise BadInput(f"{file} is not a file; give a PLUS-TFM checkpoint, such as PLUS-TFM.pt")
     source = {_current_name(name): tensor for name, tensor in read_pickle(file).items()}

@@ -7,7 +7,7 @@ by length, because some attention kernels pad neighbouring rows to the same leng
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
@@ -52,6 +52,12 @@ class Batch(Generic[Array]):
         bounds: Any = self.cu_seqlens
         first: Array = bounds[:-1]
         return first
+
+    def to(self, device: Any) -> Batch[Array]:
+        """A batch of tensors on another device. (`xformer.parallel.feed.to_device` makes one from
+        arrays.)"""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return replace(self, **{k: v.to(device) for k, v in values.items() if hasattr(v, "to")})
 
 
 @dataclass(frozen=True)
@@ -380,8 +386,8 @@ def _slice(batch: Batch[np.ndarray], begin: list[int], end: list[int]) -> Batch[
     )
 
 
-def chunks(assembler: Assembler, examples: int) -> Iterator[np.ndarray]:
-    """The example numbers 0 to `examples` - 1, in chunks of about CHUNK tokens.
+def chunks(assembler: Assembler, examples: int, tokens: int = CHUNK) -> Iterator[np.ndarray]:
+    """The example numbers 0 to `examples` - 1, in chunks of about this many tokens.
 
     Each block of WINDOW examples is sorted by length, so that a chunk holds rows of similar length.
     """
@@ -390,5 +396,5 @@ def chunks(assembler: Assembler, examples: int) -> Iterator[np.ndarray]:
         sizes = assembler.sizes(order)
         order = order[np.argsort(sizes, kind="stable")]
         ends = np.cumsum(sizes[order - start])
-        cuts = np.unique(np.searchsorted(ends, np.arange(CHUNK, int(ends[-1]), CHUNK)))
+        cuts = np.unique(np.searchsorted(ends, np.arange(tokens, int(ends[-1]), tokens)))
         yield from (part for part in np.split(order, cuts) if len(part))

@@ -25,7 +25,7 @@ SPELLINGS = (
     (r"\b(torchrun [^\n]*?)(?<![\w/.])(train|evaluate)\.py\b", r"\1-m xformer.\2"),
     (r"(?<![\w/.])(?:python )?(preprocess|train|evaluate)\.py\b", r"xformer \1"),
     (r"\bpython -m xformer\.analysis(?![\w.])", "xformer analyze"),
-    (r"\bpython -m xformer\.(convert|surgery|study|runs)(?![\w.])", r"xformer \1"),
+    (r"\bpython -m xformer\.(convert|encode|runs|surgery|study)(?![\w.])", r"xformer \1"),
     (r"\brecipes/([\w-]+/[\w-]+)\.toml\b", r"\1"),
 )
 # the name for `pip`; on the package index the name `xformer` belongs to another project

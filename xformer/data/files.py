@@ -108,7 +108,7 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes | memoryview) -> None:
     """Write a file of bytes atomically, like `write_json`. Pipes and devices are written directly.
 
     Raises BadInput if `path` cannot be written, and OSError for an error of the disk.

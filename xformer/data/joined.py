@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,13 +77,13 @@ class Joined(Store):
         return next(filter(None, (store.damage() for store in self.stores)), "")
 
 
-def open_stores(paths: str | Sequence[str]) -> Store:
+def open_stores(paths: str | Path | Sequence[str | Path]) -> Store:
     """Open a store, or several as one (see Joined), without reading their ids.
 
     Raises BadInput as `open_store` does, and if two stores hold the same rows, or differ in kind,
     labels, metric, number of endings, tokenizer or columns.
     """
-    if isinstance(paths, str):
+    if isinstance(paths, str | Path):
         return open_store(paths)
     stores = [open_store(path) for path in paths]
     if len(stores) == 1:

@@ -511,7 +511,7 @@ def _vocabulary(file: Path, value: Any) -> dict[str, int]:
 
 
 def export_tokenizer(
-    tokenizer: Tokenizer, directory: Path, longest: int, segments: bool = True
+    tokenizer: Tokenizer, directory: str | Path, longest: int, segments: bool = True
 ) -> None:
     """Write a tokenizer to a directory, for `transformers` and `import_tokenizer` to read.
 
@@ -523,7 +523,7 @@ def export_tokenizer(
     """
     from tokenizers import processors
 
-    special = tokenizer.meta["special"]
+    directory, special = Path(directory), tokenizer.meta["special"]
     fast = _fast_form(tokenizer)
     flags = _flags(tokenizer)
     for piece, piece_flags in flags.items():

@@ -173,10 +173,10 @@ class Tokenizer:
         text = self._model.decode(ids, skip_special_tokens=False)
         return text.removeprefix(HIDDEN) if self.kind == "unigram" else text
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: str | Path) -> None:
         """Write the tokenizer's files to an existing directory."""
         for name, content in self.files().items():
-            (directory / name).write_bytes(content)
+            (Path(directory) / name).write_bytes(content)
 
     def files(self) -> dict[str, bytes]:
         """The content of the files that `save` writes, by name."""

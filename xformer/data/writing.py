@@ -187,7 +187,7 @@ class StoreWriter:
 
 @contextmanager
 def create_store(
-    path: Path,
+    path: str | Path,
     tokenizer: tokenizers.Tokenizer,
     columns: dict[str, str],
     ragged: Sequence[str] = ("tokens",),
@@ -199,6 +199,7 @@ def create_store(
     size of the vocabulary decides them. Raises BadInput if `path` exists; with `overwrite` only if
     it is not a store.
     """
+    path = Path(path)
     if overwrite and path.exists() and not (path / "store.json").is_file():
         raise BadInput(f"{path} is not a store, so it is not overwritten; give another output")
     directory: AbstractContextManager[Path] = atomic_directory(path, overwrite)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from xformer.data.batch import Assembler, Batch, Masks, Workload, rows_of
 from xformer.data.capacity import Capacities
 from xformer.data.sampler import Stream
 from xformer.parallel.processes import Ranks
-from xformer.tasks.task import tensor_on
+from xformer.tasks.task import to_device
 
 # Small steps are made together, about this many tokens at once. A token of a small step then costs
 # no more than a token of a large one.
@@ -39,17 +39,6 @@ class Step:
     end: int
     batches: list[Batch[np.ndarray]]
     work: Workload
-
-
-def to_device(batch: Batch[np.ndarray], device: torch.device) -> Batch[Tensor]:
-    """The batch as tensors on a device. On CUDA it is copied from pinned memory without waiting.
-    Row numbers stay on the host."""
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    values["rows"] = None
-    for name, value in values.items():
-        if isinstance(value, np.ndarray):
-            values[name] = tensor_on(value, device)
-    return Batch(**values)
 
 
 def one_thread(device: torch.device) -> ThreadPoolExecutor:

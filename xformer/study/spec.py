@@ -390,8 +390,9 @@ def within(place: object) -> Iterator[None]:
         raise BadInput(f"{place}: {error}") from None
 
 
-def read_study(path: Path, scale: str) -> Study:
+def read_study(path: str | Path, scale: str) -> Study:
     """The study in a file at a scale. Raises BadInput naming what is wrong in it."""
+    path = Path(path)
     values = read_recipe(path)
     scales = values.pop("scales", {})
     if not isinstance(scales, dict) or not scales:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeVar, cast
 
 from pydantic import ConfigDict, Field, create_model, model_validator
@@ -82,6 +83,7 @@ def operation(function: Function, check: Callable[..., None] | None = None) -> F
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Checkpoint:
         given = signature.bind(*args, **kwargs).arguments
+        given = {k: str(v) if isinstance(v, Path) else v for k, v in given.items()}
         return apply(given.pop("checkpoint"), [make_operation(name, given)])
 
     return cast(Function, recorded)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -22,6 +22,7 @@ from xformer.data.tags import IGNORED
 from xformer.model.config import ModelConfig
 from xformer.model.encoder import Encoder
 from xformer.model.hilbert import FEATURES, HilbertCNN
+from xformer.model.padded import packed
 from xformer.ops.dropout import dropout
 
 HEADS = ("mlm_head", "pooler", "pair_head", "task_head")  # in the order of a model's weights
@@ -60,6 +61,11 @@ class Loss:
     total: Tensor  # ()
     count: int | Tensor  # ()
     correct: Tensor  # (), float
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean loss of a prediction, ()."""
+        return self.total / self.count
 
 
 @dataclass(frozen=True)
@@ -293,6 +299,9 @@ class Task(ABC):
 class Model(nn.Module):
     """An encoder, or a HilbertCNN (`cnn`) in its place, with the heads of a task.
 
+    `model(batch)` is the loss of a packed batch. `model(ids, mask)` are the hidden states of padded
+    tensors, for programs with loops of their own; see `hidden`.
+
     `parts` names further heads that a checkpoint keeps: "pooler", and "pair_head", which predicts
     whether the second of two texts follows the first.
     """
@@ -317,14 +326,41 @@ class Model(nn.Module):
         for name in HEADS:
             setattr(self, name, heads.get(name))
 
-    def forward(self, batch: Batch[Tensor] | None) -> Loss:
-        """The loss of a batch. A rank without rows passes None and gets a loss of 0 with a zero
-        gradient for every weight, because DistributedDataParallel waits for every gradient on every
-        rank."""
+    def forward(
+        self,
+        batch: Batch[Tensor] | Tensor | None,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> Loss | Tensor:
+        """The loss of a packed batch; or the hidden states of padded ids (see `hidden`).
+
+        A rank without rows passes None and gets a loss of 0 with a zero gradient for every weight,
+        because DistributedDataParallel waits for every gradient on every rank.
+        """
+        if isinstance(batch, Tensor):
+            return self.hidden(batch, mask, segments)
         if batch is not None:
             return self.loss(batch)
         total = torch.stack([weight.sum() for weight in self.parameters()]).sum() * 0.0
         return Loss(total, 0, torch.zeros_like(total.detach()))
+
+    def hidden(
+        self, ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
+        """Padded ids (N, L) -> the last hidden states, (N, L, C), which are 0 at padding.
+
+        `mask` (N, L) is 0 or false at padding; without it no token is padding. `segments` (N, L) is
+        1 for the second text of a pair; without it all are 0. The ids include the special tokens.
+        Positions count the real tokens of a row, so padding may be on either side. `self.pooled`
+        takes the states of the first tokens. Raises ValueError if the tensors differ in shape, if a
+        row is longer than the model accepts, or if the model is a HilbertCNN.
+        """
+        if self.cnn is not None:
+            raise ValueError("a HilbertCNN has no hidden states of tokens")
+        batch, places = packed(ids, mask, segments, self.config.max_positions)
+        x = self.encoder(batch)  # (T, C)
+        padded = x.new_zeros(ids.numel(), x.size(1)).index_copy(0, places, x)
+        return padded.view(*ids.shape, -1)
 
     def loss(self, batch: Batch[Tensor]) -> Loss:
         """The summed loss of a batch. Raises ValueError if the model has no task."""
@@ -369,6 +405,17 @@ def tensor_on(values: np.ndarray, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_device(batch: Batch[np.ndarray], device: torch.device) -> Batch[Tensor]:
+    """The batch as tensors on a device. On CUDA it is copied from pinned memory without waiting.
+    Row numbers stay on the host."""
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    values["rows"] = None
+    for name, value in values.items():
+        if isinstance(value, np.ndarray):
+            values[name] = tensor_on(value, device)
+    return Batch(**values)
 
 
 def features(config: ModelConfig) -> int:

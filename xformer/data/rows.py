@@ -1,0 +1,158 @@
+"""Rows that a Python program has in memory or yields one by one: as a split, or as a store.
+
+A row is a text; or a tuple of a text and a label; or a tuple of two texts and a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xformer.data.errors import BadInput
+from xformer.data.store import Ragged, Split
+from xformer.data.tokenizers import Tokenizer
+from xformer.data.writing import SplitWriter, create_store
+
+BATCH = 1000  # rows that are encoded and written together
+Row = tuple[Any, ...]
+FORMS = {1: "a text", 2: "(text, label)", 3: "(text, second text, label)"}  # by width
+METRICS = {"text": None, "class": "accuracy", "score": "spearman"}
+
+
+def split_of(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    texts_b: Sequence[str] | None = None,
+    labels: Any = None,
+) -> Split:
+    """A split in memory with N `texts`, and with `texts_b` if the rows are pairs.
+
+    `labels` are N class numbers or N scores: a list, an array or a tensor on the CPU. Raises
+    ValueError if the numbers of texts and labels differ.
+    """
+    columns: dict[str, Any] = {"tokens": _ragged(tokenizer, texts)}
+    if texts_b is not None:
+        columns["tokens_b"] = _ragged(tokenizer, texts_b)
+    if labels is not None:
+        values = np.asarray(labels)
+        columns["label"] = values.astype(np.float32 if values.dtype.kind == "f" else np.int64)
+    if len({len(column) for column in columns.values()}) > 1:
+        sizes = ", ".join(f"{len(column)} {name}" for name, column in columns.items())
+        raise ValueError(f"each row needs one value in every column; there are {sizes}")
+    tokens = len(columns["tokens"].values)
+    return Split("rows", len(texts), tokens, columns)
+
+
+def _ragged(tokenizer: Tokenizer, texts: Sequence[str]) -> Ragged:
+    values, lengths = _ids(tokenizer, texts)
+    return Ragged(values, np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def _ids(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The concatenated ids of the texts, and the number of ids of each."""
+    ids = tokenizer.encode_batch(texts)
+    return np.concatenate([np.zeros(0, np.int32), *ids]), np.array([len(x) for x in ids], np.int64)
+
+
+def write_store(
+    path: str | Path,
+    tokenizer: Tokenizer,
+    splits: Mapping[str, Iterable[Any]],
+    labels: Sequence[str] = (),
+    overwrite: bool = False,
+) -> None:
+    """Write rows as a new store, which train.py and evaluate.py read like any other.
+
+    `splits` maps the name of each split ("train", "valid", "test") to an iterable of its rows,
+    which is read once, a thousand rows at a time. If the rows are texts, the store is of kind
+    "text". If they are tuples, `labels` decides: with the names of the classes the store is of kind
+    "class", and a row's label is a name or its number; without them it is of kind "score", and the
+    label is a number. A long text is truncated when a batch is built, so split documents for
+    pre-training into rows that fit the model.
+
+    Raises BadInput if `path` exists (with `overwrite`, if it is not a store), if a split has no
+    rows, or if a row has another form than the first one or a label that is not known.
+    """
+    first, splits = _peeked(splits)
+    texts = ["tokens", "tokens_b"][: max(1, len(first) - 1)]
+    kind = "text" if len(first) == 1 else "class" if labels else "score"
+    columns = dict.fromkeys(texts, "")
+    if kind != "text":
+        columns["label"] = "int64" if kind == "class" else "float32"
+    with create_store(path, tokenizer, columns, texts, overwrite) as store:
+        for name, rows in splits.items():
+            with store.split(name) as split:
+                start = 0
+                while some := list(islice(rows, BATCH)):
+                    checked = _checked(some, len(first), name, start)
+                    _append(split, tokenizer, checked, labels, texts)
+                    start += len(some)
+        # the names that `evaluate.py input=` looks for in the header of a table
+        names = {"text": "text", "text_b": "text_b" if len(texts) == 2 else None}
+        store.finish(kind, labels, METRICS[kind], {} if kind == "text" else {"columns": names})
+
+
+def _peeked(splits: Mapping[str, Iterable[Any]]) -> tuple[Row, dict[str, Iterator[Any]]]:
+    """The first row of all, and the splits with this row still to come."""
+    iterators = {name: iter(rows) for name, rows in splits.items()}
+    for name, rows in iterators.items():
+        for row in rows:
+            iterators[name] = chain([row], rows)
+            width = len(_as_tuple(row))
+            return _checked([row], min(max(width, 1), 3), name, 0)[0], iterators
+    raise BadInput("there are no rows to write")
+
+
+def _as_tuple(row: Any) -> Row:
+    """A row as a tuple; () if it is neither a text nor a tuple or list."""
+    if isinstance(row, str):
+        return (row,)
+    return tuple(row) if isinstance(row, tuple | list) else ()
+
+
+def _checked(rows: Sequence[Any], width: int, split: str, start: int) -> list[Row]:
+    """The rows as tuples. Raises BadInput that names the first one that does not have `width`
+    elements, or no text where one is needed. `start` is the number of rows before these."""
+    tuples = [_as_tuple(row) for row in rows]
+    for number, row in enumerate(tuples):
+        texts = row[: max(1, width - 1)]
+        if len(row) != width or not all(isinstance(text, str) for text in texts):
+            raise BadInput(
+                f"row {start + number} of the split {split!r} is {rows[number]!r}; it must be "
+                f"{FORMS[width]}, like every row of this store"
+            )
+    return tuples
+
+
+def _append(
+    split: SplitWriter,
+    tokenizer: Tokenizer,
+    rows: list[Row],
+    labels: Sequence[str],
+    texts: Sequence[str],
+) -> None:
+    columns = list(zip(*rows, strict=True))
+    for name, values in zip(texts, columns, strict=False):
+        split.append_ragged(name, *_ids(tokenizer, values))
+    if len(columns) > len(texts):
+        split.append("label", np.array([_number(label, labels) for label in columns[-1]]))
+
+
+def _number(label: Any, labels: Sequence[str]) -> float:
+    """The number of a class, or a score. Raises BadInput if it is neither."""
+    if not labels:
+        try:
+            return float(label)
+        except (TypeError, ValueError):
+            raise BadInput(
+                f"the label {label!r} is not a number; give the names of the classes as labels="
+            ) from None
+    if isinstance(label, str) and label in labels:
+        return labels.index(label)
+    if not isinstance(label, str) and label in range(len(labels)):
+        return int(label)
+    raise BadInput(f"the label {label!r} is not one of {', '.join(labels)}, or a number of one")

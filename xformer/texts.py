@@ -1,0 +1,119 @@
+"""Texts that are not in a store: as packed batches for training, and as vectors.
+
+N texts, T tokens of a batch, C hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xformer.data.batch import CHUNK, Assembler, Batch, chunks
+from xformer.data.display import Progress, say
+from xformer.data.errors import BadInput
+from xformer.data.rows import split_of
+from xformer.data.tokenizers import Tokenizer
+from xformer.tasks.task import Model, check_finite, to_device
+
+Pooling = Literal["mean", "first"]
+CPU = torch.device("cpu")
+
+
+def pack(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    labels: Any = None,
+    *,
+    texts_b: Sequence[str] | None = None,
+    max_tokens: int = 128,
+    masking: float = 0.0,
+) -> Batch[Tensor]:
+    """A packed batch of `texts` on the CPU, which `model(batch)` takes; for a `collate_fn`.
+
+    `labels` are N class numbers or N scores. With `texts_b` the rows are pairs. A text is truncated
+    so that its row has at most `max_tokens` tokens, special tokens included. `masking` is the share
+    of tokens that are chosen for masked language modelling; torch's random generator decides which,
+    so `torch.manual_seed` makes them reproducible.
+    """
+    split = split_of(tokenizer, texts, texts_b, labels)
+    assembler = Assembler(split, tokenizer, max_tokens)
+    rows = np.arange(split.rows)
+    if not masking:
+        return to_device(assembler.batch(rows), CPU)
+    seed = int(torch.randint(2**62, ()))
+    return to_device(assembler.masked_batch(rows, np.zeros_like(rows), seed, masking), CPU)
+
+
+@torch.no_grad()
+def vectors_of(
+    model: Model,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    *,
+    pooling: Pooling = "mean",
+    normalize: bool = False,
+    max_tokens: int | None = None,
+    batch_tokens: int = CHUNK,
+    source: Tokenizer | None = None,
+    mapping: np.ndarray | None = None,
+) -> np.ndarray:
+    """The vectors of `texts`, (N, C) float32, in their order.
+
+    A vector is the mean of the last hidden states of a text, special tokens included ("mean"), or
+    the hidden state of its first token ("first"). With `normalize` its Euclidean length is 1.
+    Texts are cut to `max_tokens` tokens, special tokens included (default: as many as the model
+    accepts), and a line on standard error says how many were cut. They are sorted by length and
+    computed in packed batches of about `batch_tokens` tokens. If the texts have another tokenizer
+    than the model, give it as `source`, with the `mapping` of its ids to the model's.
+
+    Raises BadInput if an argument is not allowed or the model has no hidden states, and Failure if
+    a vector is not finite.
+    """
+    longest = check_arguments(model, pooling, max_tokens, batch_tokens)
+    split = split_of(source or tokenizer, texts)
+    assembler = Assembler(split, tokenizer, longest, mapping)
+    vectors = np.zeros((len(texts), model.config.hidden), np.float32)
+    if not len(texts):
+        return vectors
+    if note := assembler.truncation(f"{longest} tokens", model.config.max_positions):
+        say(note.replace("rows", "texts"), error=True)
+    device, training = next(model.parameters()).device, model.training
+    model.eval()
+    with Progress("encoding", len(texts), "texts") as progress:
+        for rows in chunks(assembler, len(texts), batch_tokens):
+            host = assembler.batch(rows)
+            x = pooled(model, to_device(host, device), pooling)
+            x = torch.nn.functional.normalize(x) if normalize else x
+            vectors[host.rows] = x.cpu().numpy()
+            progress.advance(len(rows))
+    model.train(training)
+    check_finite(vectors, "the vectors")
+    return vectors
+
+
+def check_arguments(model: Model, pooling: str, max_tokens: int | None, batch_tokens: int) -> int:
+    """The number of tokens to which texts are cut. Raises BadInput if an argument of `vectors_of`
+    is not allowed, or if the model has no hidden states."""
+    most = model.config.max_positions
+    if model.cnn is not None:
+        raise BadInput("a hilbert_cnn has no hidden states; give a transformer")
+    if pooling not in ("mean", "first"):
+        raise BadInput(f"pooling={pooling!r} must be 'mean' or 'first'")
+    if max_tokens is not None and not 2 <= max_tokens <= most:
+        raise BadInput(f"max_tokens={max_tokens} must be from 2 to {most}, which the model takes")
+    if batch_tokens < 1:
+        raise BadInput(f"batch_tokens={batch_tokens} must be at least 1")
+    return max_tokens or most
+
+
+def pooled(model: Model, batch: Batch[Tensor], pooling: Pooling) -> Tensor:
+    """The vector of each row of a batch, (N, C) float32."""
+    if pooling == "first":
+        return model.encoder(batch, places=batch.first).float()
+    x = model.encoder(batch).float()  # (T, C)
+    sizes = batch.cu_seqlens.diff().long()
+    return torch.segment_reduce(x, "mean", lengths=sizes, axis=0)
