@@ -146,11 +146,11 @@ def test_the_card_of_a_run(forks: Forks, data: Toys, run: Path, tmp_path: Path) 
     result = read_json(tuned / "result.json")
     [model] = metadata(out)["model-index"]
     assert model["name"] == "shared"
-    found = {part["dataset"]["split"]: part for part in model["results"]}
-    assert found.keys() == result["metrics"].keys() == {"valid", "test"}
+    listed = {part["dataset"]["split"]: part for part in model["results"]}
+    assert listed.keys() == result["metrics"].keys() == {"valid", "test"}
     for split, scores in result["metrics"].items():
-        assert found[split]["dataset"]["name"] == "classes"
-        metrics = {m["type"]: m["value"] for m in found[split]["metrics"]}
+        assert listed[split]["dataset"]["name"] == "classes"
+        metrics = {m["type"]: m["value"] for m in listed[split]["metrics"]}
         assert metrics == {name: round(value, 4) for name, value in scores.items()}
         text = text_of(out)
         for name, value in metrics.items():
