@@ -52,7 +52,7 @@ def fresh(kind: str = "", labels: tuple[str, ...] = ("a", "b")) -> Checkpoint:
     head = Head(kind.replace("pairs", "mlm"), labels if named else (), pair=kind == "classify")
     if kind == "pairs":
         head = Head("mlm", labels, pair=True, pair_scale=1.0)
-    return made.with_head(head, seed=2)[0]
+    return made.with_head(head, seed=2)
 
 
 def metadata(directory: Path) -> dict[str, Any]:
