@@ -21,6 +21,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from xformer.analysis.drawing import many
 from xformer.config import Settings, find_recipe, load
 from xformer.data.display import duration, say
 from xformer.data.errors import BadInput, Failure, typed
@@ -270,8 +271,9 @@ def cost_lines(costs: Costs, todo: dict[str, Job], slots: int) -> list[str]:
     lines = [f"{len(costs.forecast.plan.jobs)} jobs, {len(todo)} to do, {estimate}"]
     if known:
         lines.append("measured on this machine: by finished runs, or by a run's first steps")
-    numbers = {word: untimed.count(word) for word in UNTIMED if word in untimed}
-    return lines + [f"{word}: {UNTIMED[word]} ({number} jobs)" for word, number in numbers.items()]
+    for word in filter(untimed.count, UNTIMED):
+        lines.append(f"{word}: {UNTIMED[word]} ({many(untimed.count(word), 'job')})")
+    return lines
 
 
 def _untimed(costs: Costs, job: Job) -> str:

@@ -422,10 +422,26 @@ def read_study(path: Path, scale: str) -> Study:
     if all(isinstance(one, list) for one in lists):
         merged["deviations"] = [*lists[0], *lists[1]]
     with within(path):
-        whole = validate(Study, merged)
+        return _checked(merged)
+
+
+def _checked(values: dict[str, Any]) -> Study:
+    """The study with these values. If one part is not even readable, the others are checked all the
+    same, so that the user hears of all mistakes at once."""
+    mistakes: list[str] = []
+    readable = set(Study.model_fields) - {"title", "question", "paper"}
+    for parts in (set(values), readable, {"needs", "made", "stages", "path", "scale"}):
+        some = {key: value for key, value in values.items() if key in parts}
+        try:
+            whole = validate(Study, {"title": "-", **some} if mistakes else some)
+        except BadInput as error:
+            mistakes = mistakes or [*error.lines]
+            continue
         study = _at_scale(whole)
-        if mistakes := tuple(dict.fromkeys(_mistakes(study, whole))):
-            raise BadInput(*mistakes)
+        mistakes += _mistakes(study, whole)
+        break
+    if mistakes:
+        raise BadInput(*dict.fromkeys(mistakes))
     return study
 
 

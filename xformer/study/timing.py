@@ -15,10 +15,11 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from xformer.analysis.drawing import many
 from xformer.config import merge
 from xformer.data.display import say
 from xformer.data.errors import BadInput
-from xformer.data.files import read_json, write_json
+from xformer.data.files import make_directory, read_json, write_json
 from xformer.monitor import records
 from xformer.study.forecast import Costs, Work
 from xformer.study.plan import Job, Plan
@@ -44,12 +45,14 @@ def measure(plan: Plan, costs: Costs, todo: Iterable[Job], executor: Local) -> N
             wanted.setdefault(work.kind, (job, work))
     end = time.monotonic() + LIMIT
     if wanted:
-        say(f"timing the first steps of {len(wanted)} runs, for {LIMIT:.0f} s at most", error=True)
+        runs = many(len(wanted), "run")
+        say(f"timing the first steps of {runs}, for {LIMIT:.0f} s at most", error=True)
     for kind, (job, work) in wanted.items():
         speed = _tokens_per_second(job, executor, end)
         if speed is not None:
             known[kind] = work.operations / work.tokens * speed
-    if wanted and plan.root.is_dir():
+    if wanted:
+        make_directory(plan.root, "output=")
         write_json(plan.root / FILE, {"threads": executor.threads, "flops_per_second": known})
     costs.rates = known | costs.rates
 
