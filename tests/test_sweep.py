@@ -18,7 +18,7 @@ from xformer.study import sweep, timing
 from xformer.study.__main__ import cost_lines
 from xformer.study.claims import paired_test
 from xformer.study.forecast import Costs, Forecast
-from xformer.study.plan import Plan, to_do
+from xformer.study.plan import Job, Plan, to_do
 from xformer.study.report import build_report, render
 from xformer.study.results import Results, sample_of
 from xformer.study.spec import read_study
@@ -113,15 +113,14 @@ def test_the_file_can_be_kept(tmp_path: Path) -> None:
 
 def test_a_sweep_runs_and_reports(store: Path, tmp_path: Path, forks: Forks) -> None:
     output, file = tmp_path / "studies", tmp_path / "mine.toml"
-    line = (
+    line: list[str | Path] = [
         "-m",
         "xformer.study",
         "sweep",
         ROOT / "recipes/finetune/classify.toml",
-        f"data={store}",
-    )
-    line = (*line, "optim.lr=1e-3,1e-4", "seed=0..2", *TINY, "train.epochs=1", f"out={file}")
-    line = (*line, f"output={output}", "jobs=1")
+    ]
+    line += [f"data={store}", "optim.lr=1e-3,1e-4", "seed=0..2", *TINY, "train.epochs=1"]
+    line += [f"out={file}", f"output={output}", "jobs=1"]
     refused(forks.run(*line, "train.epoch=2"), "unknown key train.epoch")
     refused(forks.run(*line, "batch.max_tokens=0,64"), "batch.max_tokens=0")
     assert not file.exists()
@@ -171,14 +170,14 @@ def test_the_best_settings_come_first(store: Path, tmp_path: Path) -> None:
 
 def test_the_cost_is_timed(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run of a kind is timed, and its speed is kept; without a store there is a reason."""
-    plan, started = a_plan(store, tmp_path), []
+    plan, started = a_plan(store, tmp_path), list[Job]()
     costs, todo = Costs(Forecast(plan)), to_do(plan.jobs.values(), plan.wanted)
     assert "untimed: no run like it has been timed" in cost_lines(costs, todo, 2)[-1]
 
     class Here:
         slots, threads = 1, 1
 
-        def start(self, job, slots):  # type: ignore[no-untyped-def]
+        def start(self, job: Job, slots: object) -> Ended:
             started.append(job)
             job.path.mkdir()
             speeds = [1.0, 1.0, 1.0, 1000.0, 1000.0]

@@ -105,7 +105,7 @@ def main() -> None:
 def sweep_main(arguments: list[str]) -> None:
     """`python -m xformer.study sweep RECIPE key=a,b ...`: write a study file, and run it."""
     arguments = _with_dry_run(arguments)
-    mine, others = [], []  # what says how to run it, and what the runs are
+    mine, others = list[str](), list[str]()  # what says how to run it, and what the runs are
     for argument in arguments:
         of_ours = argument.partition("=")[0].partition(".")[0] in SweepArguments.model_fields
         (mine if of_ours or argument in ("-h", "--help") else others).append(argument)

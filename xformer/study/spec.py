@@ -509,6 +509,7 @@ def _bad_names(study: Study, whole: Study) -> Iterator[str]:
     for one, kind in product(study.deviations if own else (), ("tables", "curves", "pictures")):
         lines = [*_unknown(getattr(one, kind), {shown.name for shown in getattr(whole, kind)})]
         yield from (f"deviation {one.what!r}: {kind}: {line}" for line in lines)
+    sources: dict[str, Collection[str]]
     sources = {"need": study.needs, "made": study.made, "stage": study.stages}
     for kind, name, *_ in PLACE.findall(study.model_dump_json()):
         yield from (f"{{{kind}.{name}}}: {line}" for line in _unknown([name], sources[kind]))
