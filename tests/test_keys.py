@@ -241,8 +241,10 @@ def test_a_study_takes_a_list_of_stores(data: Toys, tmp_path: Path) -> None:
     assert job.recipe["data"] == [str(data.classes), str(copy)]
     Forecast(both).check()
     costs = [Costs(Forecast(plan)) for plan in (one, both)]
-    operations = [cost.operations[next(iter(cost.operations))] for cost in costs]
-    assert operations[1] == pytest.approx(2 * operations[0])  # type: ignore[operator]
+    work = [next(iter(cost.work.values())) for cost in costs]
+    assert work[0] is not None
+    assert work[1] is not None
+    assert work[1].operations == pytest.approx(2 * work[0].operations)
     unlike = plan(data.classes, data.text)
     with pytest.raises(BadInput, match=r"cannot be read as one: they differ in kind \(class; text"):
         Forecast(unlike).check()

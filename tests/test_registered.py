@@ -195,7 +195,7 @@ def test_runs_at_chance_are_counted(file: Path, tmp_path: Path) -> None:
     results = Results(plan)
     cells = results.cells(plan.study.tables[0])
     assert [[cell.at_chance for cell in row] for row in cells] == [[1, 0], [2, 0]]
-    assert "75.0 ± 21.2 (2), 1 of 2 at chance" in markdown_of(results)
+    assert "75.0 (60.0, 90.0), 1 of 2 at chance" in markdown_of(results)
     file.write_text(file.read_text().replace("chance.low", "chance.lower"))
     with pytest.raises(BadInput, match=r"chance: there is no 'lower'.*did you mean low"):
         read_study(file, "mini")

@@ -1647,7 +1647,7 @@ def test_the_best_stands_beside_the_mean(file: Path, data: Path, tmp_path: Path)
     assert cell.best == pytest.approx(64.0)
     text = markdown_of(results)
     assert "(seeds), best validation of any run; then the number" in text
-    assert "| pretrained | 55.0 ± 7.1 (2), best 64.0<br>50 (+5.0) |" in text
+    assert "| pretrained | 55.0 (50.0, 60.0), best 64.0<br>50 (+5.0) |" in text
     changed(file, (best.format("epoch"), best.format("run")))
     study = read_study(file, "mini")
     again = Results(Plan(study, plan.root, {"data": str(data)}))

@@ -15,7 +15,6 @@ import textwrap
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from inspect import getdoc
-from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
@@ -241,13 +240,13 @@ def merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
 
 
 def validate(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType:
-    """The settings with these values. Raises BadInput with one line about the first error."""
+    """The settings with these values. Raises BadInput with a line for each mistake."""
     _refuse_nul(values)
     refuse_moved(values, schema.model_fields)
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        raise BadInput(_complaint(schema, error.errors()[0])) from None
+        raise BadInput(*_complaints(schema, values, error.errors())) from None
 
 
 def refuse_moved(values: Mapping[str, Any], known: Collection[str] = MOVED.values()) -> None:
@@ -280,12 +279,34 @@ def _refuse_nul(values: dict[str, Any]) -> None:
             raise BadInput(f"{name}={value[:80]!r} holds a NUL character; leave it out")
 
 
-def _complaint(schema: type[Settings], error: ErrorDetails) -> str:
+def _complaints(
+    schema: type[Settings], values: dict[str, Any], errors: list[ErrorDetails]
+) -> list[str]:
+    """pydantic's errors as lines. Of the errors for one value, which has one for each type that it
+    may have, the first is taken, or the one about a part of the value."""
+    lines: dict[tuple[str | int, ...], str] = {}
+    for error in errors:
+        place = _place(values, error)
+        lines.setdefault(place, _complaint(schema, error, list(place)))
+    inner = {place[:n] for place in lines for n in range(len(place))}
+    return [line for place, line in lines.items() if place not in inner]
+
+
+def _place(values: Any, error: ErrorDetails) -> tuple[str | int, ...]:
+    """The keys and indices that lead to an error. pydantic adds the names of types to them."""
+    place: list[str | int] = []
+    for part in error["loc"]:
+        try:
+            values = values[part]
+        except (LookupError, TypeError):
+            continue
+        place.append(part)
+    return (*place, *error["loc"][-1:]) if error["type"] == "missing" else tuple(place)
+
+
+def _complaint(schema: type[Settings], error: ErrorDetails, place: list[str | int]) -> str:
     """pydantic's error as one line: the key, the value, and what a correct value is."""
     kind, value = error["type"], _repr(error["input"])
-    # after the index of an operation pydantic adds the name of its class, which is not a key
-    pairs = pairwise(("", *error["loc"]))
-    place = [part for before, part in pairs if not isinstance(before, int)]
     message = error["msg"].replace("tuple", "list").replace("Tuple", "list")
     if kind == "missing" and isinstance(last := place[-1], int):
         kind, message = "too_short", f"this list needs at least {last + 1} values"

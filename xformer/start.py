@@ -28,31 +28,33 @@ GRACE = 7.0  # seconds that an orphaned rank has to write a checkpoint
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call `main` and exit, with status 0 or with the status of an error and one line about it on
-    standard error.
+    """Call `main` and exit, with status 0 or with the status of an error and a line about it on
+    standard error; several mistakes of a file have a line each.
 
-    Under torchrun only rank 0 prints that line. Errors other than BadInput, Failure, Interrupted
+    Under torchrun only rank 0 prints them. Errors other than BadInput, Failure, Interrupted
     and those of the disk are bugs, and keep their traceback.
     """
     end_with_parent()
     share_cores()
     rank_zero = os.environ.get("RANK", "0") == "0"
-    status, line = 0, ""
+    status, lines = 0, tuple[str, ...]()
     try:
         check_system()
         main()
-    except (BadInput, Failure, Interrupted) as error:
-        status, line = error.status, str(error)
+    except BadInput as error:
+        status, lines = error.status, error.lines
+    except (Failure, Interrupted) as error:
+        status, lines = error.status, (str(error),)
     except KeyboardInterrupt:
-        status, line = 128 + signal.SIGINT, "interrupted"
+        status, lines = 128 + signal.SIGINT, ("interrupted",)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         if error.errno not in OF_THE_DISK:
             raise
-        status, line = 1, reason(error)
-    if line and rank_zero:
-        say(one_line(f"error: {line}" if status < 128 else line), error=True)
+        status, lines = 1, (reason(error),)
+    if rank_zero:
+        say(*(one_line(f"error: {x}" if status < 128 else x) for x in lines), error=True)
     sys.exit(status)
 
 

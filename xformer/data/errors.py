@@ -46,10 +46,14 @@ def typed(text: str) -> str:
 
 
 class BadInput(Exception):
-    """The user's input is wrong; the message says what is wrong and how to correct it. Exit
-    status 2."""
+    """The user's input is wrong; the message says what is wrong and how to correct it, in a line
+    for each mistake. Exit status 2."""
 
     status = 2
+
+    def __init__(self, *lines: str):
+        super().__init__("\n".join(lines))
+        self.lines = lines
 
 
 class Failure(Exception):

@@ -4,6 +4,8 @@
     python -m xformer.study recipes/studies/kao2021-figure2.toml scale=mini --dry-run
     python -m xformer.study recipes/studies/kao2021-figure2.toml scale=paper executor=slurm \\
         needs.bert=ckpt/bert slurm.partition=gpu slurm.gpus_per_node=1
+    python -m xformer.study sweep finetune/classify data=stores/cola init=runs/english \\
+        optim.lr=1e-4,5e-5 seed=0..4                        # a study in one line
     python -m xformer.study verify runs/english steps=20    # repeat a run's first steps and compare
 
 The same command again runs only what is not done yet. A killed run resumes, a failed one is
@@ -19,28 +21,31 @@ from typing import Literal
 
 from pydantic import Field
 
+from xformer.analysis.drawing import many
 from xformer.config import Settings, find_recipe, load
 from xformer.data.display import duration, say
 from xformer.data.errors import BadInput, Failure, typed
 from xformer.data.files import make_directory, read_json, write_json
 from xformer.start import run
-from xformer.study import pool, verify
+from xformer.study import pool, sweep, timing, verify
 from xformer.study.claims import registration_lines
 from xformer.study.forecast import Costs, Forecast, Notes
-from xformer.study.plan import RESULTS, Plan, to_do
+from xformer.study.plan import RESULTS, Job, Plan, to_do
 from xformer.study.report import write_report
 from xformer.study.results import Ledger, Results
 from xformer.study.spec import read_study
 
+UNTIMED = {
+    "command": "what a command takes is not forecast",
+    "no input": "the store or the initial model of the run does not exist yet",
+    "untimed": "no run like it has been timed on this machine",
+}
 Level = str | int | float | bool  # of a factor, as TOML has it
 
 
-class Arguments(Settings):
-    """How to run a study."""
+class Execution(Settings):
+    """Where and how the runs of a study are executed."""
 
-    scale: str = ""
-    """A scale of the study file. mini: minutes to hours on two CPU cores. small: small encoders (4
-    layers, 256 wide) on full fine-tuning sets, hours to days. paper: exactly as published."""
     executor: Literal["local", "slurm"] = "local"
     """Where to run: as processes on this machine, or as jobs on a Slurm cluster."""
     output: str = "runs/studies"
@@ -51,61 +56,130 @@ class Arguments(Settings):
     """A directory with one small file for each finished run. A run that has a file here counts as
     done, and each newly finished run adds its file. If you commit the directory, the results do not
     depend on the run directories."""
-    needs: dict[str, str] = Field({})
-    """The paths of what the study needs: needs.NAME=PATH. dry_run=true lists the names."""
-    only: dict[str, Level | tuple[Level, ...]] = Field({})
-    """Run only the jobs with these levels of the study's factors, and what they depend on:
-    only.corpus=english, or only.seed=[0,1]. The report still shows everything that is there."""
     jobs: int = Field(0, ge=0)
     """How many jobs run at once. 0: `per_device` per GPU, or one per core without a GPU."""
     per_device: int = Field(1, ge=1)
     """How many runs share a GPU if jobs=0."""
     dry_run: bool = False
-    """Only list the runs, their estimated cost, and what is missing (also written --dry-run)."""
+    """Only list the runs, their cost, and what is missing (also written --dry-run). If no run of a
+    kind has been timed, the first steps of one are timed on this machine, in 20 seconds at most for
+    all kinds."""
     slurm: dict[str, str | int] = Field({})
     """Parameters of the jobs, named as in submitit: slurm.partition=gpu, slurm.timeout_min=600."""
 
 
+class Arguments(Execution):
+    """How to run a study."""
+
+    scale: str = ""
+    """A scale of the study file, if it has scales. mini: minutes to hours on two CPU cores. small:
+    small encoders (4 layers, 256 wide) on full fine-tuning sets, hours to days. paper: exactly as
+    published."""
+    needs: dict[str, str] = Field({})
+    """The paths of what the study needs: needs.NAME=PATH. dry_run=true lists the names."""
+    only: dict[str, Level | tuple[Level, ...]] = Field({})
+    """Run only the jobs with these levels of the study's factors, and what they depend on:
+    only.corpus=english, or only.seed=[0,1]. The report still shows everything that is there."""
+
+
+class SweepArguments(Execution):
+    """How to run a sweep."""
+
+    out: str = ""
+    """The study file to write. Empty: OUTPUT/RECIPE-KEYS.toml, named after the recipe and the keys
+    that vary. A file that holds another study is not overwritten."""
+
+
 def main() -> None:
-    """`python -m xformer.study STUDY key=value ...`, or `verify RUN`"""
-    if sys.argv[1:2] == ["verify"]:
-        verify.main(sys.argv[2:])
-        return
-    plan, settings = planned(sys.argv[1:])
-    forecast = Forecast(plan)
-    forecast.check()
-    Notes(forecast)  # refuses a wrong placeholder now, not when the runs are done
-    ledger = Ledger(plan.kept, plan)
-    if settings.dry_run:
-        slots = 1 if settings.executor == "slurm" else executor_of(settings).slots
-        costs = Costs(forecast, ledger.results)
-        say(*listing(plan, costs, ledger.results, slots).split("\n"))
-        return
-    if plan.missing() and not any(job.stage and not job.missing for job in plan.jobs.values()):
-        raise BadInput(f"{plan.study.path}: nothing can run: {'; '.join(_lacking(plan))}")
-    run_study(plan, executor_of(settings), ledger)
+    """`python -m xformer.study STUDY key=value ...`, `sweep RECIPE key=a,b ...` or `verify RUN`"""
+    match sys.argv[1:]:
+        case ["verify", *rest]:
+            verify.main(rest)
+        case ["sweep", *rest]:
+            sweep_main(rest)
+        case arguments:
+            plan, settings = planned(arguments)
+            run_study(plan, settings)
+
+
+def sweep_main(arguments: list[str]) -> None:
+    """`python -m xformer.study sweep RECIPE key=a,b ...`: write a study file, and run it."""
+    arguments = _with_dry_run(arguments)
+    mine, others = list[str](), list[str]()  # what says how to run it, and what the runs are
+    for argument in arguments:
+        of_ours = argument.partition("=")[0].partition(".")[0] in SweepArguments.model_fields
+        (mine if of_ours or argument in ("-h", "--help") else others).append(argument)
+    sys.modules["__main__"].__doc__ = sweep.__doc__
+    settings = load(SweepArguments, mine, recipe=False)
+    study = sweep.read(others)
+    path = Path(settings.out or Path(settings.output) / f"{study.name}.toml")
+    check_version(Path(settings.output))
+    new = study.write(path)
+    try:
+        plan = _plan(path, "", {}, settings)
+        Forecast(plan).check()
+    except BadInput:
+        if new:
+            path.unlink()
+        raise
+    say(f"study   {path}")
+    run_study(plan, settings, with_cost=True)
+
+
+def _with_dry_run(arguments: list[str]) -> list[str]:
+    return ["dry_run=true" if a == "--dry-run" else a for a in arguments]
 
 
 def planned(arguments: list[str]) -> tuple[Plan, Arguments]:
     """The plan that a command line asks for, and its settings."""
-    arguments = ["dry_run=true" if a == "--dry-run" else a for a in arguments]
+    arguments = _with_dry_run(arguments)
     files = [a for a in arguments if "=" not in a and not a.startswith("-")]
     settings = load(Arguments, [a for a in arguments if a not in files], recipe=False)
     if len(files) != 1:
         such = typed("recipes/studies/kao2021-figure2.toml")
         raise BadInput(f"give one study, such as {such}; given: {' '.join(files) or 'none'}")
-    study = read_study(find_recipe(files[0], kind="studies"), settings.scale)
-    check_version(Path(settings.output))
-    kept = Path(settings.kept) if settings.kept else None
-    plan = Plan(study, Path(settings.output), settings.needs, kept)
+    path = find_recipe(files[0], kind="studies")
+    plan = _plan(path, settings.scale, settings.needs, settings)
     only = {k: v if isinstance(v, tuple) else (v,) for k, v in settings.only.items()}
     plan.restrict({factor: [str(level) for level in levels] for factor, levels in only.items()})
     return plan, settings
 
 
-def run_study(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
+def _plan(path: Path, scale: str, needs: dict[str, str], settings: Execution) -> Plan:
+    """The plan of a study file."""
+    study = read_study(path, scale)
+    check_version(Path(settings.output))
+    return Plan(study, Path(settings.output), needs, Path(settings.kept) if settings.kept else None)
+
+
+def run_study(plan: Plan, settings: Execution, with_cost: bool = False) -> None:
+    """Run what is not done, and write and print the report. With `dry_run` only list it. Raises
+    Failure if a job fails."""
+    forecast = Forecast(plan)
+    forecast.check()
+    Notes(forecast)  # refuses a wrong placeholder now, not when the runs are done
+    ledger = Ledger(plan.kept, plan)
+    lacking = plan.missing() and not any(j.stage and not j.missing for j in plan.jobs.values())
+    if lacking and not settings.dry_run:
+        raise BadInput(f"{plan.study.path}: nothing can run: {'; '.join(_lacking(plan))}")
+    if settings.dry_run or with_cost:
+        costs = Costs(forecast, ledger.results)
+        todo, slots = to_do(plan.jobs.values(), plan.wanted, ledger.results), 1
+        if settings.executor == "local":
+            here = pool.local(settings.jobs, settings.per_device)
+            timing.measure(plan, costs, todo.values(), here)
+            slots = here.slots
+        if settings.dry_run:
+            say(*listing(plan, costs, ledger.results, slots).split("\n"))
+            return
+        say(*cost_lines(costs, todo, slots))
+    execute(plan, executor_of(settings), ledger)
+
+
+def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
     """Run what is not done, and write and print the report. Raises Failure if a job fails."""
-    directory = plan.root / f"{plan.study.path.stem}-{plan.study.scale}"
+    stem, scale = plan.study.path.stem, plan.study.scale
+    directory = plan.root / (f"{stem}-{scale}" if scale else stem)
     make_directory(directory, "output=")
     plan.digests.save()
     write_json(plan.root / "version.json", {"results": RESULTS})
@@ -124,7 +198,7 @@ def run_study(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
         raise Failure(f"{count}; {first.job.name}: {why}")
 
 
-def executor_of(settings: Arguments) -> pool.Executor:
+def executor_of(settings: Execution) -> pool.Executor:
     """The executor that the settings ask for."""
     if settings.executor == "slurm":
         return pool.Slurm(Path(settings.output), settings.slurm)
@@ -152,8 +226,9 @@ def _lacking(plan: Plan) -> list[str]:
     """A line for each need that is missing: what it is, and how to get it."""
     lines = []
     for name, need in plan.missing().items():
-        absent = f"{plan.absent[name]} does not exist; " if plan.paths[name] else ""
-        lines.append(f"{name}: {absent}{need.about}; {typed(need.get)}; then needs.{name}=PATH")
+        absent = f"{plan.absent[name]} does not exist" if plan.paths[name] else ""
+        parts = filter(None, (absent, need.about, typed(need.get)))
+        lines.append(f"{name}: {'; '.join(parts)}; then needs.{name}=PATH")
     return lines
 
 
@@ -167,19 +242,11 @@ def listing(plan: Plan, costs: Costs, kept: Collection[str] = (), slots: int = 1
         if key in todo:
             state = "missing" if job.missing else "to do"
             seconds = costs.seconds(job)
-            cost = "?" if seconds is None else duration(seconds)
+            cost = _untimed(costs, job) if seconds is None else duration(max(1, seconds))
         elif job.done or key in kept:
             state = "there"
         lines.append(f"{key}  {state:<10} {cost:>9}  {job.name}")
-    known = [s for job in todo.values() if (s := costs.seconds(job)) is not None]
-    estimate = "no time estimate"
-    if known:
-        total = sum(known)
-        estimate = f"about {duration(total)} of work for {len(known)} of them"
-        if slots > 1:
-            estimate += f", {duration(total / min(slots, len(known)))} with {slots} at once"
-    rest = estimate if todo else "everything is done"
-    lines.append(f"{len(plan.jobs)} jobs, {len(todo)} to do, {rest}")
+    lines += cost_lines(costs, todo, slots)
     if number := costs.forecast.unchecked(todo.values()):
         lines.append(
             f"{number} runs are not checked yet: the model that they start from is missing"
@@ -188,6 +255,32 @@ def listing(plan: Plan, costs: Costs, kept: Collection[str] = (), slots: int = 1
     lines += registration_lines(plan.study)
     lines += [f"missing: {line}" for line in _lacking(plan)]
     return "\n".join(lines)
+
+
+def cost_lines(costs: Costs, todo: dict[str, Job], slots: int) -> list[str]:
+    """How long the jobs will take, `slots` at once, and why this is not known of some."""
+    known = [seconds for job in todo.values() if (seconds := costs.seconds(job)) is not None]
+    untimed = [_untimed(costs, job) for job in todo.values() if costs.seconds(job) is None]
+    estimate = "no time estimate" if todo else "everything is done"
+    if known:
+        of = f" for {len(known)} of them" if untimed else ""
+        estimate = f"about {duration(max(1, sum(known)))} of work{of}"
+        if slots > 1:
+            seconds = max(1, sum(known) / min(slots, len(known)))
+            estimate += f", {duration(seconds)} with {slots} at once"
+    lines = [f"{len(costs.forecast.plan.jobs)} jobs, {len(todo)} to do, {estimate}"]
+    if known:
+        lines.append("measured on this machine: by finished runs, or by a run's first steps")
+    for word in filter(untimed.count, UNTIMED):
+        lines.append(f"{word}: {UNTIMED[word]} ({many(untimed.count(word), 'job')})")
+    return lines
+
+
+def _untimed(costs: Costs, job: Job) -> str:
+    """Why the cost of a job is not known, as a key of UNTIMED."""
+    if job.recipe is None:
+        return "command"
+    return "no input" if costs.work[job.key] is None else "untimed"
 
 
 if __name__ == "__main__":

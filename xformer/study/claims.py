@@ -43,37 +43,43 @@ DECIDES = ("stage", "rows", "columns", "metric", "split", "where", "minus", "mea
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of a - b over paired scores, half the width of its t interval, and the two-sided p
-    of "the mean is margin".
+    """The differences a - b of paired scores, and the two-sided p of "their mean is margin".
 
-    With one pair there is neither interval nor p. The same holds if all pairs differ by the same
-    amount: zero variance, as with two models at chance, says nothing about another seed.
+    With one pair there is no p. The same holds if all pairs differ by the same amount: zero
+    variance, as with two models at chance, says nothing about another seed.
     """
 
-    mean: float
-    half: float | None
+    each: tuple[float, ...]
     p: float | None
-    pairs: int = 1
     tests: int = 1  # that p must be corrected for
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.each)
+
+    @property
+    def half(self) -> float | None:
+        """Half the width of the t interval; None for fewer than three pairs, or without spread."""
+        if self.p is None or len(self.each) < 3:
+            return None
+        return half_width(len(self.each)) * statistics.stdev(self.each)
 
     @property
     def detectable(self) -> float | None:
         """The true difference that this many pairs with this spread detect with power 0.8."""
-        if self.half is None:
+        if self.p is None:
             return None
-        return detectable(self.pairs, tests=self.tests) * self.half / half_width(self.pairs)
+        return detectable(len(self.each), tests=self.tests) * statistics.stdev(self.each)
 
 
 def paired_test(a: Sequence[float], b: Sequence[float], margin: float = 0.0) -> Difference:
     """The paired t test (Student 1908) of a - b against `margin`. Raises ValueError if the two
     differ in length."""
-    differences = [x - y for x, y in zip(a, b, strict=True)]
-    mean, n = statistics.mean(differences), len(differences)
-    deviation = statistics.stdev(differences) if n > 1 else 0.0
+    differences = tuple(x - y for x, y in zip(a, b, strict=True))
+    deviation = statistics.stdev(differences) if len(differences) > 1 else 0.0
     if deviation < 1e-9 * max(1e-9, *map(abs, a), *map(abs, b)):  # one pair, or only rounding
-        return Difference(mean, None, None, n)
-    p = float(stats.ttest_1samp(differences, margin).pvalue)
-    return Difference(mean, half_width(n) * deviation, p, n)
+        return Difference(differences, None)
+    return Difference(differences, float(stats.ttest_1samp(differences, margin).pvalue))
 
 
 def detectable(pairs: int, tests: int = 1) -> float:

@@ -16,8 +16,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from xformer import checkpoint as checkpoints
 from xformer import cost
 from xformer.analysis.examples import check_length
@@ -34,13 +32,13 @@ from xformer.prepare import check_data, check_model
 from xformer.prepare import with_settings as with_dropout
 from xformer.recipe import Recipe
 from xformer.scoring import check_kind
-from xformer.study.plan import Job, Plan
+from xformer.study.plan import Job, Plan, content_key
 from xformer.study.spec import Deviation, Levels, within
 from xformer.surgery.embeddings import check_source, check_width
 from xformer.surgery.layers import shape_after
 from xformer.surgery.registry import Operation, parse_operation
-from xformer.tasks.known import TASKS, task_of
-from xformer.tasks.task import Head
+from xformer.tasks.known import TASKS, kind_of, task_of
+from xformer.tasks.task import HIGHER, Head
 
 # what `preprocess.py task NAME` makes. For OPEN tasks --kind decides; squad makes spans, choice
 # makes choices, and all others make classes
@@ -93,7 +91,8 @@ class Facts:
     shape: ModelConfig | None = None
     kind: str | None = None
     splits: tuple[str, ...] | None = None
-    rows_and_tokens: tuple[int, int] | None = None  # of the training split, once it is there
+    sizes: Mapping[str, tuple[int, int]] | None = None  # rows and tokens of each split, once made
+    metric: str | None = None  # that the store names
 
 
 class Forecast:
@@ -158,6 +157,14 @@ class Forecast:
         kind = next((store.kind for store in every if store.kind), None)
         name = " and ".join(store.name for store in every)
         return replace(first, name=name, kind=kind, splits=splits)
+
+    def metric(self, job: Job) -> tuple[str, int]:
+        """The metric that selects the checkpoint of a run, and HIGHER or LOWER."""
+        recipe = self.recipe(job)
+        task = kind_of(recipe.head, recipe.masking.pair_weight > 0)(Head(recipe.head))
+        of_store = self.at(each(recipe.data)[0]).metric
+        name = recipe.train.metric or task.default_metric(of_store)
+        return name, task.metrics.get(name, HIGHER)
 
     def unchecked(self, jobs: Iterable[Job]) -> int:
         """How many of the jobs are runs from a model whose shape is not known yet, so it is not
@@ -301,8 +308,9 @@ def _read(path: Path, facts: Facts) -> Facts:
     with suppress(*UNREADABLE):
         meta = read_json(path / "store.json")
         facts = replace(facts, kind=meta["kind"], splits=tuple(meta["splits"]))
-        train = meta["splits"]["train"]
-        facts = replace(facts, rows_and_tokens=(max(1, train["rows"]), train["tokens"]))
+        facts = replace(facts, metric=meta["metric"])
+        sizes = {k: (max(1, v["rows"]), v["tokens"]) for k, v in meta["splits"].items()}
+        facts = replace(facts, sizes=sizes)
     with suppress(*UNREADABLE):
         if (path / "result.json").is_file():
             path = checkpoints.resolve(path)
@@ -357,16 +365,28 @@ def _settings(arguments: Sequence[str]) -> dict[str, str]:
 # ---------------------------------------------------------------------------------------- costs
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a run has to do: the operations of training and of scoring, the tokens that it trains
+    on, and a `kind`. Runs of one kind are equally fast: they have the same model, batches and
+    rows."""
+
+    kind: str
+    operations: float
+    scoring: float
+    tokens: int
+
+
 class Costs:
     """Expected seconds of a plan's jobs, at the FLOP/s of its finished runs: those on disk, and
-    those whose results are `kept`, by key. Raises BadInput naming a result that does not say how
-    many seconds its run took."""
+    those whose results are `kept`, by key. xformer.study.timing adds the `rates` of other kinds.
+    Raises BadInput naming a result that does not say how many seconds its run took."""
 
     def __init__(self, forecast: Forecast, kept: Mapping[str, Any] | None = None):
         self.forecast, kept = forecast, kept or {}
         runs = [job for job in forecast.plan.jobs.values() if job.recipe is not None]
-        self.operations = {job.key: self._operations(job) for job in runs}
-        rates = []
+        self.work = {job.key: self._work(job) for job in runs}
+        rates: dict[str, list[float]] = {}  # by kind
         spent: dict[str, list[float]] = {}  # by stage
         for job in runs:
             if job.done or job.key in kept:
@@ -376,33 +396,56 @@ class Costs:
                     why = "it does not say how many seconds it took"
                     raise BadInput(f"{job.proof} is damaged: {why}")
                 spent.setdefault(job.stage, []).append(seconds)
-                if operations := self.operations[job.key]:
-                    rates.append(operations / max(seconds, 1e-3))
-        self.rate = median(rates) if rates else None
+                if work := self.work[job.key]:
+                    rates.setdefault(work.kind, []).append(work.operations / max(seconds, 1e-3))
+        self.rates = {kind: median(some) for kind, some in rates.items()}
         # also for stages whose finished runs have no store here
         self.usual = {stage: median(seconds) for stage, seconds in spent.items()}
 
     def seconds(self, job: Job) -> float | None:
         """Expected seconds of a job. For a run whose store is not made yet, those of its stage's
-        finished runs; None if there are none, and for a command."""
-        operations, usual = self.operations.get(job.key), self.usual.get(job.stage)
-        if operations is not None and (self.rate or usual is None):
-            return START + operations / (self.rate or RATE)
+        finished runs. None if nothing like it was ever timed, and for a command."""
+        work, usual = self.work.get(job.key), self.usual.get(job.stage)
+        if work is not None and self.rates:
+            rate = self.rates.get(work.kind) or median(self.rates.values())
+            return START + (work.operations + work.scoring) / rate
         return None if usual is None else START + usual
 
-    def _operations(self, job: Job) -> float | None:
+    def guess(self, job: Job) -> float:
+        """Expected seconds, or a guess if nothing is known."""
+        work, known = self.work.get(job.key), self.seconds(job)
+        if known is not None:
+            return known
+        return OTHER if work is None else START + work.operations / RATE
+
+    def _work(self, job: Job) -> Work | None:
         recipe, shape = self.forecast.recipe(job), self.forecast.made(job).shape
-        sizes = [self.forecast.at(path).rows_and_tokens for path in each(recipe.data)]
-        if shape is None or None in sizes:
+        stores = [self.forecast.at(path).sizes for path in each(recipe.data)]
+        if shape is None or not all(sizes and "train" in sizes for sizes in stores):
             return None
-        rows, tokens = np.sum(np.array(sizes), axis=0).tolist()
+        rows, tokens = _sum(stores, "train")
         length = min(-(-tokens // rows) + 2, recipe.batch.max_tokens or shape.max_positions)
         if recipe.train.steps:
             total = recipe.train.steps * (recipe.batch.tokens / length or recipe.batch.rows)
         else:
             total = recipe.train.epochs * rows * recipe.fraction
+        steps = total / (recipe.batch.tokens / length if recipe.batch.tokens else recipe.batch.rows)
+        every = recipe.train.validate_every
+        validations = steps // every if every else total // (rows * recipe.fraction)
+        scored = (validations + 1) * _sum(stores, "valid")[1] + _sum(stores, "test")[1]
         amount = Workload.even(max(1, round(total)), length, recipe.masking.probability)
-        return float(cost.training_flops(shape, task_of(Head(recipe.head)), amount))
+        operations = float(cost.training_flops(shape, task_of(Head(recipe.head)), amount))
+        same = (shape.model_dump(), recipe.head, recipe.batch.model_dump(), length, job.processes)
+        system = recipe.system.model_dump(mode="json")
+        kind = content_key([*same, recipe.train.only, system])
+        scoring = operations / (1 + cost.BACKWARD) * scored / amount.tokens
+        return Work(kind, operations, scoring, amount.tokens)
+
+
+def _sum(stores: Sequence[Mapping[str, tuple[int, int]] | None], split: str) -> tuple[int, int]:
+    """Rows and tokens of a split of joined stores."""
+    sizes = [(store or {}).get(split, (0, 0)) for store in stores]
+    return sum(rows for rows, _ in sizes), sum(tokens for _, tokens in sizes)
 
 
 # ----------------------------------------------------------------------------- numbers in notes

@@ -31,7 +31,16 @@ from xformer.data.files import file_checksum, installed, read_json, write_json
 from xformer.parallel.precision import fast_here
 from xformer.recipe import Recipe
 from xformer.run import read_config
-from xformer.study.spec import PLACE, Levels, Need, ScoreTable, Study, within
+from xformer.study.spec import (
+    PLACE,
+    Levels,
+    Need,
+    ScoreTable,
+    Study,
+    each_text,
+    with_levels,
+    within,
+)
 from xformer.tasks.known import kind_of
 
 RESULTS = 2  # raised by hand when a change of the code changes results
@@ -42,7 +51,6 @@ INTERVALS = ("log_every", "checkpoint_every", "keep_last", "keep_every", "keep_s
 # INTERVALS if it changes no result
 LATER = ("loss", "train.trouble", "train.spike")
 PLACE_BELOW = re.compile(PLACE.pattern + r"((?:/[^\s{}]*)?)")  # with the rest of its path
-FACTOR = re.compile(r"\{[A-Za-z][\w.-]*\}")
 UNPACKED = ".unpacked"  # marks a command's directory whose files come from the kept results
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
@@ -243,9 +251,7 @@ class Plan:
         levels = {factor: levels[factor] for factor in factors}
         label = " ".join([name, *(f"{factor}={level}" for factor, level in levels.items())])
         inputs = _Inputs(label, levels)
-        settings: dict[str, Any] = dict(stage.settings)
-        for factor, level in levels.items():
-            settings = merge(settings, nested(factors[factor][level]))
+        settings = self.study.settings(name, levels)
         if stage.command:
             parts = with_settings(stage.command, settings)
             with within(label):
@@ -335,19 +341,12 @@ class Plan:
     def _filled(self, value: Any, inputs: _Inputs, by_key: bool) -> Any:
         """A value whose strings have their {places} filled in: by paths, or by the keys of what
         lies there."""
-        if isinstance(value, dict):
-            return {key: self._filled(part, inputs, by_key) for key, part in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._filled(part, inputs, by_key) for part in value]
-        if not isinstance(value, str) or "{" not in value:
-            return value
-        for factor, level in inputs.levels.items():
-            value = value.replace(f"{{{factor}}}", level)
-        for unknown in FACTOR.findall(PLACE.sub("", value)):
-            if unknown != "{out}":
-                has = ", ".join(inputs.levels) or "none"
-                raise BadInput(f"{value!r}: {unknown} is not one of its factors: {has}")
-        return PLACE_BELOW.sub(lambda place: self._place(place, inputs, by_key), value)
+
+        def change(text: str) -> str:
+            text = with_levels(text, inputs.levels)
+            return PLACE_BELOW.sub(lambda place: self._place(place, inputs, by_key), text)
+
+        return each_text(value, change)
 
     def _place(self, place: re.Match[str], inputs: _Inputs, by_key: bool) -> str:
         """The text that replaces a place and the rest of its path."""
@@ -453,13 +452,3 @@ def with_settings(command: Sequence[str], settings: dict[str, Any]) -> list[str]
     for key, value in values.items():
         parts = [part.replace(f"{{{key}}}", value) for part in parts]
     return [*parts, *(f"{k}={v}" for k, v in values.items() if f"{{{k}}}" not in whole)]
-
-
-def nested(settings: dict[str, Any]) -> dict[str, Any]:
-    """{"optim": {"lr": 1e-4}} from {"optim.lr": 1e-4}; whole groups stay."""
-    groups: dict[str, Any] = {}
-    for key, value in flat(settings).items():
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        groups = merge(groups, value)
-    return groups

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import forkserver, get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from xformer.data.display import Progress, duration, say
 from xformer.data.errors import BadInput, Interrupted, lacks
 from xformer.monitor import records
 from xformer.run import in_use
-from xformer.study.forecast import OTHER, Costs, Forecast
+from xformer.study.forecast import Costs, Forecast
 from xformer.study.plan import Job, Plan, to_do
 
 TAIL = 15  # lines shown of a failed job's log
@@ -107,7 +108,7 @@ class Local:
     threads: int
     devices: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
 
-    def start(self, job: Job, slots: Sequence[int]) -> Handle:
+    def start(self, job: Job, slots: Sequence[int]) -> BaseProcess:
         paths = (str(provenance.ROOT), os.environ.get("PYTHONPATH", ""))
         environment = {
             **os.environ,
@@ -425,7 +426,7 @@ class _Queue:
             elif running.asked or in_use(job.path):  # by a job that a killed study left running
                 stopped.append(job)
             else:
-                self.outcomes[key] = Outcome(job, "failed", seconds, _last_words(job, status))
+                self.outcomes[key] = Outcome(job, "failed", seconds, last_words(job, status))
         self.waiting = sorted(self.waiting + stopped, key=lambda job: self._order[job.key])
         return stopped
 
@@ -467,7 +468,7 @@ def _blocker(job: Job, outcomes: dict[str, Outcome]) -> str:
     return ""
 
 
-def _last_words(job: Job, status: int) -> str:
+def last_words(job: Job, status: int) -> str:
     """The end of a failed job's log."""
     try:
         lines = log_of(job).read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -592,5 +593,5 @@ class StudyProgress(Progress):
 
     def _estimate(self) -> None:
         costs = Costs(Forecast(self.plan))
-        self.seconds = {key: costs.seconds(job) or OTHER for key, job in self.open.items()}
+        self.seconds = {key: costs.guess(job) for key, job in self.open.items()}
         self.estimated = self.ended = time.monotonic()

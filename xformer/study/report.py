@@ -11,7 +11,7 @@ import shutil
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from xformer.study.results import (
     Results,
     Sample,
     Statistic,
+    both,
     mean_line,
     state_of,
     write_csv,
@@ -41,6 +42,7 @@ from xformer.study.spec import METRIC, SEED, STATISTICS, Curves, Picture, ScoreT
 
 TEMPLATES = Path(__file__).parent / "templates"
 WIDE = 4  # panels side by side
+SHOWN = 12  # settings in the figure of a sweep
 DIFFERS = ("where we differ", "the paper", "here", "why")  # headers of the table of deviations
 
 
@@ -126,6 +128,8 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     study, plan = results.study, results.plan
     notes = Notes(Forecast(plan))
     sections = [*_claims(results)]
+    if not study.shows():
+        sections += [one for stage in study.stages for one in _settings(results, stage, notes)]
     sections += [_table(results, table, notes) for table in study.tables]
     sections += [_summary(results, summary, notes) for summary in study.summaries]
     for curves in study.curves:
@@ -190,7 +194,7 @@ def _claims(results: Results) -> Iterator[Section]:
         row = [Entry(verdict.claim.text, prose=True), Entry(verdict.state, bold=True)]
         row += [Entry(text, prose=True) for text in (_ground(verdict), *_registration(verdict))]
         rows.append(row)
-    title = "The paper's claims, and whether they hold here"
+    title = "The paper's claims, and whether they hold here" if study.paper else "Claims"
     yield Section(title, grid=Grid(headers, rows), note=note)
 
 
@@ -203,6 +207,8 @@ def _ground(verdict: Verdict) -> str:
         text = f"{level} {difference.mean:+.{digits}f}".lstrip()
         if difference.half is not None:
             text += f" ± {difference.half:.{digits}f}"
+        elif len(difference.each) == 2:
+            text += f" {both(*difference.each, digits, '+')}"
         small = "one pair, or no spread"
         if p is not None:
             small = f"{against} {p:.3f}" if p >= 0.0005 else f"{against} < 0.001"
@@ -238,6 +244,61 @@ def _table(results: Results, table: ScoreTable, notes: Notes) -> Section:
     )
 
 
+def _settings(results: Results, stage: str, notes: Notes) -> Iterator[Section]:
+    """The settings of a stage's runs with their scores, best first; for a study that says nothing
+    of tables and figures."""
+    jobs = [job for job in results.plan.runs(stage) if job.recipe is not None]
+    if not jobs or not results.plan.wanted & {job.key for job in jobs}:
+        return
+    metric, sign = notes.forecast.metric(jobs[0])
+    cells = results.settings(stage, metric, sign)
+    if not cells[0]:
+        return
+    table = ScoreTable(
+        name=stage,
+        title=f"Settings of {stage}",
+        stage=stage,
+        rows="split",
+        columns="settings",
+        metric=metric,
+        split=" and ".join(cell.column for cell in cells[0]),
+        percent=sign > 0,
+    )
+    digits, unit = table.digits, "100 times the " if table.percent else ""
+    about = f"{unit}{metric}: mean over seeds and {LEVEL:.0%} interval of the mean; of fewer than"
+    about += " three seeds, all scores."
+    best = cells[0][0]
+    if best.column == "valid" and best.sample is not None:
+        scores = ", ".join(f"{cell.column} {_interval(cell, digits)}" for cell in cells[0])
+        about = f"Best on valid: {best.row} ({scores}). {about}"
+    rows = [
+        [Entry(row[0].row), *(Entry(_interval(c, digits), "", c.value, _link(c)) for c in row)]
+        for row in cells
+    ]
+    drawn = [row for row in cells if row[0].sample is not None][:SHOWN]
+    names = [row[0].row.replace(", ", "\n") for row in drawn]
+    columns = [list(column) for column in zip(*drawn, strict=True)]
+    columns = [[replace(cell, row=cell.column) for cell in column] for column in columns]
+    caption = f"The best {SHOWN} settings." if len(drawn) < len(cells) else ""
+    figure = Drawing(f"{stage}.svg", table_figure(table, columns, names), caption=caption)
+    grid = Grid(["settings", *(cell.column for cell in cells[0])], rows)
+    yield Section(table.title, about, figure, grid=grid, scores=_scores(cells, digits))
+
+
+def _link(cell: Cell) -> str:
+    return cell.runs[0].key if cell.runs else ""
+
+
+def _interval(cell: Cell, digits: int) -> str:
+    """ "83.6 [82.0, 85.2] (6)", with the interval of the mean; without one "83.6 (82.1, 85.1)"."""
+    if cell.sample is None:
+        return "-"
+    if cell.sample.interval is None:
+        return cell.sample.words(digits)
+    low, high = cell.sample.interval
+    return f"{cell.sample.mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}] ({len(cell.runs)})"
+
+
 def _column(table: ScoreTable, column: str) -> str:
     """The name of a column, with its metric if each column has its own."""
     if table.columns == METRIC or isinstance(table.metric, str) or column not in table.metric:
@@ -255,13 +316,16 @@ def _legend(results: Results, table: ScoreTable) -> str:
     if table.minus:
         text += f", minus that of the stage {table.minus}"
     text += ": standard deviation" if table.show == "deviation" else ": mean ± standard deviation"
-    text += " (seeds)" if SEED in results.study.factors(table.stage) else " (runs)"
+    many = "seeds" if SEED in results.study.factors(table.stage) else "runs"
+    text += f" ({many})"
     if table.best != "none":
         text += ", best " + ("run" if table.best == "run" else "validation of any run")
     if table.published is not None:
         text += f"; then the number in {table.published.source}, and ours minus theirs"
     for name, parts in results.means(table).items():
         text += f". {name}: mean of {', '.join(parts)}"
+    if table.show != "deviation":
+        text += f". Of two {many} a cell has the mean and both scores"
     return f"{text}."
 
 
@@ -274,15 +338,13 @@ def _cell(cell: Cell, digits: int) -> Entry:
 
 
 def _spread(cell: Cell, sample: Sample, digits: int) -> str:
-    """ "83.6 ± 1.3 (6)", or "1.3 (6)" if the deviation is what is shown."""
-    deviation = "" if sample.deviation is None else f"{sample.deviation:.{digits}f}"
-    number = f"({len(sample.scores)})"
+    """What a cell says of its scores, or "1.3 (6)" if the deviation is what is shown."""
     if cell.show == "deviation":
-        return f"{deviation or '-'} {number}"
-    text = f"{sample.mean:.{digits}f}" + (f" ± {deviation}" if deviation else "")
+        deviation = "-" if sample.deviation is None else f"{sample.deviation:.{digits}f}"
+        return f"{deviation} ({len(sample.scores)})"
     best = "" if cell.best is None else f", best {cell.best:.{digits}f}"
     failed = f", {cell.at_chance} of {len(cell.runs)} at chance" if cell.at_chance else ""
-    return f"{text} {number}{best}{failed}"
+    return f"{sample.words(digits)}{best}{failed}"
 
 
 def _scores(cells: list[list[Cell]], digits: int) -> Grid:
@@ -323,7 +385,7 @@ def _curves(curves: Curves, panels: list[Panel], notes: Notes) -> Section:
             end = plus_minus(line.mean[-1], line.deviation[-1], line.runs)
             texts = (panel.name, line.name, str(line.runs), panel.value)
             rows.append([Entry(text) for text in (*texts, f"{end} at step {line.x[-1]:g}")])
-    caption = "Mean over runs; bands show ± one standard deviation."
+    caption = "Mean over runs; bands show ± one standard deviation, or both runs if there are two."
     drawing = Drawing(f"{curves.name}.svg", curves_figure(curves.name, panels), caption=caption)
     grid = Grid(("panel", "line", "runs", "number", "last point"), rows)
     return Section(curves.title, "", drawing, grid=grid, deviations=_deviations(notes, curves))
@@ -376,8 +438,8 @@ def _run(job: Job, results: Results, outcomes: dict[str, Outcome], directory: Pa
 
 def table_figure(table: ScoreTable, cells: Sequence[Sequence[Cell]], names: Sequence[str]) -> str:
     """An SVG of a table: a group for each column, labelled by `names`, and a colour for each row.
-    Every score is a point, beside mean and standard deviation, and a published number is a dashed
-    line."""
+    Every score is a point beside the mean, which has the standard deviation of three scores or
+    more. A published number is a dashed line."""
     columns, width = len(names), 0.8 / len(cells)
     with style.colours(style.BOTH):
         drawing = style.new_figure(min(13.0, 2.5 + 0.28 * columns * (len(cells) + 1)), 3.8)
@@ -404,7 +466,8 @@ def _row(axes: Any, places: np.ndarray, row: Sequence[Cell], width: float, colou
             axes.plot(ends, [cell.published] * 2, "--", color=colour, lw=1.2)
         if cell.sample is None:
             continue
-        scores, deviation = cell.sample.scores, cell.sample.deviation or 0
+        scores = cell.sample.scores
+        deviation = (cell.sample.deviation if len(scores) > 2 else 0) or 0
         spots = x + width * 0.2 * np.linspace(-1, 1, len(scores)) if len(scores) > 1 else [x]
         axes.plot(spots, scores, "o", color=colour, alpha=0.45, ms=4, mew=0)
         look = {"fmt": "o", "ms": 6.5, "color": colour, "capsize": 3, "lw": 1.5}
@@ -431,7 +494,8 @@ def curves_figure(name: str, panels: Sequence[Panel]) -> str:
                 marker = "o" if len(line.x) < 8 else None
                 (drawn,) = axes.plot(line.x, mean, color=colour, lw=1.6, marker=marker, ms=3.5)
                 shown.setdefault(line.name, drawn)
-                if line.runs > 1:
+                if line.runs > 1:  # of two, the band is their range
+                    deviation = deviation / 2**0.5 if line.runs == 2 else deviation
                     low, top = mean - deviation, mean + deviation
                     axes.fill_between(line.x, low, top, color=colour, alpha=0.2, lw=0)
             axes.set_title(panel.name, fontsize=10)

@@ -71,7 +71,8 @@ class Sample:
     """Mean, standard deviation (n - 1) and median of n scores, and an interval of the mean.
 
     From 8 scores on the interval is a bootstrap's, bias-corrected and accelerated (Efron 1987).
-    With fewer it is Student's. One score, and equal scores, have no interval.
+    With fewer it is Student's. Two scores have none, because Student's would be 12.7 times as wide
+    as the range of the two. One score and equal scores have none either.
     """
 
     scores: tuple[float, ...]
@@ -80,6 +81,13 @@ class Sample:
     median: float
     interval: tuple[float, float] | None
 
+    def words(self, digits: int) -> str:
+        """ "83.6 ± 1.3 (6)"; for two scores "83.6 (82.1, 85.1)", the mean and both of them."""
+        if len(self.scores) == 2:
+            return f"{self.mean:.{digits}f} {both(*self.scores, digits)}"
+        deviation = "" if self.deviation is None else f" ± {self.deviation:.{digits}f}"
+        return f"{self.mean:.{digits}f}{deviation} ({len(self.scores)})"
+
 
 def sample_of(scores: Sequence[float]) -> Sample:
     """The sample of one finite score or more. The resampling is seeded."""
@@ -87,10 +95,15 @@ def sample_of(scores: Sequence[float]) -> Sample:
     interval = None
     if deviation and len(scores) >= ENOUGH:
         interval = _bootstrap(scores)
-    elif deviation:
+    elif deviation and len(scores) > 2:
         half = half_width(len(scores)) * deviation
         interval = (mean(scores) - half, mean(scores) + half)
     return Sample(tuple(scores), mean(scores), deviation, statistics.median(scores), interval)
+
+
+def both(a: float, b: float, digits: int, sign: str = "") -> str:
+    """Two numbers in brackets, which stand for a spread that two cannot have."""
+    return f"({a:{sign}.{digits}f}, {b:{sign}.{digits}f})"
 
 
 def half_width(n: int) -> float:
@@ -312,6 +325,39 @@ class Results:
                 scores += [score * table.scale for score in validations]
         return max(scores, default=None)
 
+    def settings(self, stage: str, metric: str, sign: int) -> list[list[Cell]]:
+        """A row of cells for each combination of the levels of a stage, a cell for each split with
+        the metric, over the seeds. If the runs have a split valid, the row with the best mean there
+        comes first."""
+        groups: dict[str, list[Job]] = {}
+        for job in self.plan.runs(stage):
+            parts = [f"{f}={level}" for f, level in job.levels.items() if not _is_seed(f)]
+            groups.setdefault(", ".join(parts) or stage, []).append(job)
+        splits = dict.fromkeys(
+            split
+            for jobs in groups.values()
+            for job in jobs
+            for split, scores in self.metrics.get(job.key, {}).items()
+            if metric in scores
+        )
+        ordered = sorted(splits, key=lambda split: split != "valid")
+        scale = 100 if sign > 0 else 1
+        rows = []
+        for name, jobs in groups.items():
+            cells = []
+            for split in ordered:
+                runs = [job for job in jobs if metric in self._scores_on(job, split)]
+                scores = [scale * self._scores_on(job, split)[metric] for job in runs]
+                sample = sample_of(scores) if scores else None
+                cells.append(Cell(name, split, tuple(runs), sample, None))
+            rows.append(cells)
+        if "valid" in splits:
+            rows.sort(key=lambda row: math.inf if row[0].value is None else -sign * row[0].value)
+        return rows
+
+    def _scores_on(self, job: Job, split: str) -> dict[str, float]:
+        return self.metrics.get(job.key, {}).get(split, {})
+
     def statistics(self, summary: Summary) -> list[list[Statistic]]:
         """A summary's rows: the statistics of a table's cells at each level of a factor.
 
@@ -366,6 +412,11 @@ class Results:
             if job.done and path.is_file():
                 return job, path
         return None
+
+
+def _is_seed(factor: str) -> bool:
+    """Whether the levels of a factor are repetitions of one setting."""
+    return factor.split(".")[0] == SEED
 
 
 def mean_line(name: str, runs: Sequence[Job], event: str, value: str) -> Line | None:

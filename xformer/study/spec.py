@@ -20,8 +20,9 @@ from __future__ import annotations
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -31,6 +32,7 @@ from pydantic import Field, model_validator
 from xformer.config import (
     SHORT,
     Settings,
+    find_recipe,
     flat,
     merge,
     nearest,
@@ -40,12 +42,14 @@ from xformer.config import (
 )
 from xformer.data.errors import BadInput, typed
 from xformer.data.files import is_safe_filename
+from xformer.recipe import Recipe
 
 Levels = dict[str, str]  # {factor: level}
 METRIC = "metric"  # stands for the columns of a table whose columns are not a factor
 SEED = "seed"  # the factor over whose levels scores are compared in pairs
 RESERVED = ("stage", "run", "state", "key", "seconds", "split", METRIC, "value")  # in results.csv
 STATISTICS = ("count", "mean", "std", "min", "25%", "50%", "75%", "max")
+FACTOR = re.compile(r"\{[A-Za-z][\w.-]*\}")
 PLACE = re.compile(r"\{(need|made|stage)\.([\w-]+)(?:\(([\w-]+)=([^(){}]+)\))?\}")
 
 
@@ -55,7 +59,7 @@ class Need(Settings):
     # What it is.
     about: str
     # How to get it.
-    get: str
+    get: str = ""
     # Where it is, unless the command line says needs.NAME=PATH.
     path: str = ""
 
@@ -309,11 +313,11 @@ class Deviation(Settings):
 
 
 class Study(Settings):
-    """A question, the runs that answer it, and what the paper found."""
+    """A question, the runs that answer it, and what a paper found, if it is a paper's question."""
 
     title: str
-    question: str
-    paper: str
+    question: str = ""
+    paper: str = ""
     needs: dict[str, Need] = Field({})
     made: dict[str, Made] = Field({})
     stages: dict[str, Stage]
@@ -380,36 +384,65 @@ class Study(Settings):
             if not any(some.items() <= combination.items() for some in left_out):
                 yield combination
 
+    def settings(self, stage: str, levels: Levels) -> dict[str, Any]:
+        """The settings of a stage's run at these levels."""
+        settings: dict[str, Any] = dict(self.stages[stage].settings)
+        factors = self.factors(stage)
+        for factor, level in levels.items():
+            settings = merge(settings, nested(factors[factor][level]))
+        return settings
+
 
 @contextmanager
 def within(place: object) -> Iterator[None]:
-    """Prefix the message of a BadInput with "PLACE: "."""
+    """Prefix each line of a BadInput with "PLACE: "."""
     try:
         yield
     except BadInput as error:
-        raise BadInput(f"{place}: {error}") from None
+        raise BadInput(*(f"{place}: {line}" for line in error.lines)) from None
 
 
 def read_study(path: str | Path, scale: str) -> Study:
-    """The study in a file at a scale. Raises BadInput naming what is wrong in it."""
+    """The study in a file at a scale. Raises BadInput with a line for each mistake in it."""
     path = Path(path)
     values = read_recipe(path)
-    scales = values.pop("scales", {})
-    if not isinstance(scales, dict) or not scales:
+    if not {"stages", "scales"} & values.keys():
         door = typed("train.py")
-        raise BadInput(f"{path} is not a study: it has no scales; a recipe is run with {door}")
-    if not scale:
+        raise BadInput(f"{path} is not a study: it has no stages; a recipe is run with {door}")
+    scales = values.pop("scales", {})
+    if not isinstance(scales, dict) or not all(isinstance(one, dict) for one in scales.values()):
+        raise BadInput(f"{path}: scales must be groups of keys: [scales.NAME]")
+    if scales and not scale:
         raise BadInput(f"give a scale of {path}: scale={' or scale='.join(scales)}")
-    if scale not in scales or not is_safe_filename(scale):
-        raise BadInput(f"{path} has no scale {scale!r}; it has {', '.join(scales)}")
-    merged = {**merge(values, scales[scale]), "path": path, "scale": scale}
-    lists = [part.get("deviations", []) for part in (values, scales[scale])]
+    if scale and (scale not in scales or not is_safe_filename(scale)):
+        has = f"it has {', '.join(scales)}" if scales else "it has none; leave scale= out"
+        raise BadInput(f"{path} has no scale {scale!r}; {has}")
+    own = scales.get(scale, {})
+    merged = {**merge(values, own), "path": path, "scale": scale}
+    lists = [part.get("deviations", []) for part in (values, own)]
     if all(isinstance(one, list) for one in lists):
         merged["deviations"] = [*lists[0], *lists[1]]
     with within(path):
-        whole = validate(Study, merged)
+        return _checked(merged)
+
+
+def _checked(values: dict[str, Any]) -> Study:
+    """The study with these values. If one part is not even readable, the others are checked all the
+    same, so that the user hears of all mistakes at once."""
+    mistakes: list[str] = []
+    readable = set(Study.model_fields) - {"title", "question", "paper"}
+    for parts in (set(values), readable, {"needs", "made", "stages", "path", "scale"}):
+        some = {key: value for key, value in values.items() if key in parts}
+        try:
+            whole = validate(Study, {"title": "-", **some} if mistakes else some)
+        except BadInput as error:
+            mistakes = mistakes or [*error.lines]
+            continue
         study = _at_scale(whole)
-        _check(study, whole)
+        mistakes += _mistakes(study, whole)
+        break
+    if mistakes:
+        raise BadInput(*dict.fromkeys(mistakes))
     return study
 
 
@@ -434,149 +467,185 @@ def _at_scale(study: Study) -> Study:
 # ------------------------------------------------------------------ do its parts fit together?
 
 
-def _check(study: Study, whole: Study) -> None:
-    """Refuse a study whose parts do not fit together. `whole` has the parts that the scale leaves
-    out, too."""
-    _check_file_names(study)
-    for place, name, names in _references(study, whole):
-        if name not in names:
-            raise BadInput(f"{place}: there is no {name!r}{nearest(name, sorted(names))}")
+def _mistakes(study: Study, whole: Study) -> Iterator[str]:
+    """A line for each part of a study that does not fit the others. `whole` has the parts that the
+    scale leaves out, too."""
+    yield from _bad_file_names(study)
+    yield from _bad_names(study, whole)
+    levels = {factor: (*_bad_levels(study, factor),) for factor in study.levels}
+    yield from (f"levels.{factor}: {line}" for factor in levels for line in levels[factor])
+    # a wrong level must not make all that shows it wrong, too
+    right = {factor: kept for factor, kept in study.levels.items() if not levels[factor]}
+    study = study.model_copy(update={"levels": right})
     for name in study.stages:
-        with within(f"stages.{name}"):
-            _check_stage(study, name)
-    for table in study.tables:
-        with within(f"table {table.name}"):
-            _check_table(study, table)
+        yield from (f"stages.{name}: {line}" for line in _bad_stage(study, name))
+    for shown in study.shows():
+        lines = _bad_shown(study, shown)
+        yield from (f"{shown.kind} {shown.name}: {line}" for line in lines)
+    for summary in study.summaries:
+        yield from (f"summary {summary.title!r}: {line}" for line in _bad_summary(study, summary))
     for claim in study.claims:
-        with within(f"claim {claim.text!r}"):
-            _check_claim(study, claim, study.table(claim.table))
+        yield from (f"claim {claim.text!r}: {line}" for line in _bad_claim(study, claim))
 
 
-def _references(study: Study, whole: Study) -> Iterator[tuple[str, str, Collection[str]]]:
-    """Every name by which one part of a study refers to another: where it stands, the name, and
-    the names that there are. Check each name before you ask for the next: later ones are found by
-    way of earlier ones."""
-    stages, tables = study.stages, {table.name: table for table in study.tables}
-    for factor, levels in study.levels.items():
-        place = f"levels.{factor}"
-        yield place, factor, {name for stage in stages.values() for name in stage.vary}
-        known = {str(value) for stage in stages.values() for value in stage.vary.get(factor, ())}
-        yield from ((place, level, known) for level in levels)
+def _unknown(names: Iterable[str], known: Collection[str]) -> Iterator[str]:
+    """A line for each of the names that is not known."""
+    for name in names:
+        if name not in known:
+            yield f"there is no {name!r}{nearest(name, sorted(known))}"
+
+
+def _bad_levels(study: Study, factor: str) -> Iterator[str]:
+    """The wrong names in levels.FACTOR."""
+    stages = study.stages.values()
+    lines = [*_unknown([factor], {name for stage in stages for name in stage.vary})]
+    known = {str(level) for stage in stages for level in stage.vary.get(factor, ())}
+    yield from lines or _unknown(study.levels[factor], known)
+
+
+def _bad_names(study: Study, whole: Study) -> Iterator[str]:
+    """The wrong names in deviations and in places such as {made.X}."""
     # a deviation that comes from the base of a study may name a table that only the base shows
     own = "base" not in tomllib.loads(study.path.read_text(encoding="utf-8"))
     for one, kind in product(study.deviations if own else (), ("tables", "curves", "pictures")):
-        names = {shown.name for shown in getattr(whole, kind)}
-        place = f"deviation {one.what!r}: {kind}"
-        yield from ((place, name, names) for name in getattr(one, kind))
+        lines = [*_unknown(getattr(one, kind), {shown.name for shown in getattr(whole, kind)})]
+        yield from (f"deviation {one.what!r}: {kind}: {line}" for line in lines)
     sources: dict[str, Collection[str]]
-    sources = {"need": study.needs, "made": study.made, "stage": stages}
+    sources = {"need": study.needs, "made": study.made, "stage": study.stages}
     for kind, name, *_ in PLACE.findall(study.model_dump_json()):
-        yield f"{{{kind}.{name}}}", name, sources[kind]
-    for shown in study.shows():
-        place = f"{shown.kind} {shown.name}"
-        yield place, shown.stage, stages
-        factors = study.factors(shown.stage)
-        yield from ((place, factor, factors) for factor in (*shown.factors(), *shown.where))
-        yield from ((place, level, factors[factor]) for factor, level in shown.where.items())
-    for table in study.tables:
-        place, factors = f"table {table.name}", study.factors(table.stage)
-        every = set(map(str, stages[table.stage].vary.get(table.columns, table.metric)))
-        yield from ((f"{place}: chance", column, every) for column in table.chance)
-        if table.minus:
-            yield place, table.minus, stages
-            yield from ((place, factor, factors) for factor in stages[table.minus].vary)
-    for summary in study.summaries:
-        place = f"summary {summary.title!r}"
-        yield place, summary.table, tables
-        yield place, summary.by, {tables[summary.table].rows, tables[summary.table].columns}
-    for claim in study.claims:
-        yield from _references_of(study, claim)
+        yield from (f"{{{kind}.{name}}}: {line}" for line in _unknown([name], sources[kind]))
 
 
-def _references_of(study: Study, claim: Claim) -> Iterator[tuple[str, str, Collection[str]]]:
-    """The names to which a claim refers; see `_references`."""
-    place, sides = f"claim {claim.text!r}", (claim.better, claim.than)
-    yield place, claim.table, {table.name for table in study.tables}
-    table = study.table(claim.table)
-    levels = study.levels_of(table)
-    yield from ((place, f, levels) for f in (*claim.better, *claim.than, claim.each) if f)
-    yield from ((place, level, levels[f]) for side in sides for f, level in side.items())
-    if study.registration is not None:
-        seeds = study.registration.seeds
-        yield "registration", SEED, seeds
-        factors = study.factors(table.stage)
-        yield from ((f"{place}: registration.seeds.{f}", f, factors) for f in seeds)
-
-
-def _check_file_names(study: Study) -> None:
-    """Refuse names that would lead a file of the study out of the study's directories."""
+def _bad_file_names(study: Study) -> Iterator[str]:
+    """Names that would lead a file of the study out of the study's directories, or come twice."""
     names = {"stages": list(study.stages), "made": list(study.made)}
     names |= {k: [s.name for s in getattr(study, k)] for k in ("tables", "curves", "pictures")}
     for kind, every in names.items():
         if twice := _twice(every):
-            raise BadInput(f"two of the {kind} are named {twice!r}; give one another name")
+            yield f"two of the {kind} are named {twice!r}; give one another name"
         for name in every:
             if not is_safe_filename(name):
                 good = "give letters, digits, - and _"
-                raise BadInput(f"{kind}: the name {name!r} is not a plain file name; {good}")
+                yield f"{kind}: the name {name!r} is not a plain file name; {good}"
     files = {f"stages.{name}: result": stage.result for name, stage in study.stages.items()}
     files |= {f"pictures: {picture.name}: file": picture.file for picture in study.pictures}
     for place, file in files.items():
         if not all(map(is_safe_filename, file.split("/"))):
-            raise BadInput(f"{place}={file!r} does not lie inside {{out}}")
+            yield f"{place}={file!r} does not lie inside {{out}}"
 
 
-def _check_stage(study: Study, name: str) -> None:
+def _bad_stage(study: Study, name: str) -> Iterator[str]:
     stage, owner = study.stages[name], dict[str, str]()
     if bool(stage.recipe) == bool(stage.command):
-        raise BadInput("give a recipe or a command, one of them")
-    refuse_moved(stage.settings)  # before merging, which could hide an old name
-    for factor, levels in study.factors(name).items():
+        yield "give a recipe or a command, one of them"
+    factors, moved = study.factors(name), [stage.settings]
+    for factor, levels in factors.items():
         if not levels and name in study.shown_stages():
-            raise BadInput(f"vary.{factor} has no level left")
+            yield f"vary.{factor} has no level left"
         if factor in RESERVED:
-            raise BadInput(
-                f"vary.{factor}: give the factor another name: results.csv has a column of this one"
-            )
-        for settings in levels.values():
-            refuse_moved(settings)
+            why = "give the factor another name: results.csv has a column of this one"
+            yield f"vary.{factor}: {why}"
+        moved += levels.values()
         keys = {key for settings in levels.values() for key in flat(settings)}
         for key in sorted(f"{key}.{SHORT[key]}" if key in SHORT else key for key in keys):
             if key in owner:  # one of them would overrule the other
-                raise BadInput(
-                    f"the factors {owner[key]} and {factor} both set {key}; let one of them do it"
-                )
+                yield f"the factors {owner[key]} and {factor} both set {key}; let one of them do it"
             owner[key] = factor
+    try:
+        for settings in moved:  # before merging, which could hide an old name
+            refuse_moved(settings)
+        if stage.recipe and not factors.keys() & set(RESERVED):
+            yield from _bad_settings(study, name)
+    except BadInput as error:
+        yield from error.lines
 
 
-def _check_table(study: Study, table: ScoreTable) -> None:
+def _bad_settings(study: Study, name: str) -> Iterator[str]:
+    """What is wrong in the settings of a stage's runs. Only as many runs are looked at as it takes
+    to see each level once."""
+    recipe = read_recipe(find_recipe(study.stages[name].recipe, study.path.parent))
+    needed, seen = {"data": "-", "run": "-", "head": "mlm"}, set[tuple[str, str]]()
+    for levels in study.combinations(name):
+        if not seen or not levels.items() <= seen:
+            seen |= levels.items()
+            settings = merge(needed, merge(recipe, study.settings(name, levels)))
+            try:
+                validate(Recipe, each_text(settings, partial(with_levels, levels=levels)))
+            except BadInput as error:
+                yield from error.lines
+
+
+def _bad_shown(study: Study, shown: Shown) -> Iterator[str]:
+    """What is wrong in a table, a figure or a picture."""
+    if lines := [*_unknown([shown.stage], study.stages)]:
+        yield from lines
+        return
+    factors = study.factors(shown.stage)
+    lines = [*_unknown((*shown.factors(), *shown.where), factors)]
+    for factor, level in shown.where.items():
+        lines += _unknown([level], factors.get(factor, {level}))
+    yield from lines
+    if isinstance(shown, ScoreTable) and not lines:
+        yield from _bad_table(study, shown)
+
+
+def _bad_table(study: Study, table: ScoreTable) -> Iterator[str]:
+    stage = study.stages[table.stage]
+    every = set(map(str, stage.vary.get(table.columns, table.metric)))
+    yield from (f"chance: {line}" for line in _unknown(table.chance, every))
+    if table.minus:
+        lines = [*_unknown([table.minus], study.stages)]
+        yield from lines or _unknown(study.stages[table.minus].vary, stage.vary)
     if table.rows == table.columns:
-        raise BadInput(f"rows and columns are both {table.rows!r}")
+        yield f"rows and columns are both {table.rows!r}"
     if table.columns == METRIC and isinstance(table.metric, str):
-        raise BadInput(f'columns="{METRIC}" needs metric.NAME=METRIC')
-    for column in study.columns(table) if isinstance(table.metric, dict) else ():
-        if column not in table.metric:
-            raise BadInput(f"metric.{column} must be given")
+        yield f'columns="{METRIC}" needs metric.NAME=METRIC'
+    elif isinstance(table.metric, dict):
+        for column in study.columns(table):
+            if column not in table.metric:
+                yield f"metric.{column} must be given"
     if table.minus and table.best != "none":
-        raise BadInput("a table of differences (minus) has no best; leave one of them out")
+        yield "a table of differences (minus) has no best; leave one of them out"
 
 
-def _check_claim(study: Study, claim: Claim, table: ScoreTable) -> None:
-    """Refuse a claim that compares nothing, or that has fewer seeds at this scale than its
-    registration says."""
-    sides = (claim.better, claim.than)
-    if table.columns == METRIC and not all(METRIC in (*side, claim.each) for side in sides):
-        raise BadInput(f"say which {METRIC} of table {table.name}")
-    if claim.better == claim.than or claim.each in {**claim.better, **claim.than}:
-        raise BadInput("it compares a level with itself")
+def _bad_summary(study: Study, summary: Summary) -> Iterator[str]:
+    tables = {table.name: {table.rows, table.columns} for table in study.tables}
+    lines = [*_unknown([summary.table], tables)]
+    yield from lines or _unknown([summary.by], tables[summary.table])
+
+
+def _bad_claim(study: Study, claim: Claim) -> Iterator[str]:
+    """What is wrong in a claim, such as that it compares nothing, or has fewer seeds at this scale
+    than its registration says."""
+    tables = {table.name: table for table in study.tables}
+    table = tables.get(claim.table)
+    if table is None or [*_bad_shown(study, table)]:  # the table's own mistakes have lines already
+        yield from _unknown([claim.table], tables)
+        return
+    sides, levels = (claim.better, claim.than), study.levels_of(table)
+    each = [claim.each] if claim.each else []
+    lines = [*_unknown(dict.fromkeys((*claim.better, *claim.than, *each)), levels)]
+    for factor, level in (pair for side in sides for pair in side.items()):
+        lines += _unknown([level], levels.get(factor, (level,)))
     needed = study.registration.seeds if study.registration is not None else {}
+    if needed:
+        lines += (f"registration: {line}" for line in _unknown([SEED], needed))
+    factors = study.factors(table.stage)
+    lines += (f"registration.seeds.{f}: {line}" for f in needed for line in _unknown([f], factors))
+    yield from lines
+    if lines:
+        return
+    if table.columns == METRIC and not all(METRIC in (*side, claim.each) for side in sides):
+        yield f"say which {METRIC} of table {table.name}"
+    if claim.better == claim.than or claim.each in {**claim.better, **claim.than}:
+        yield "it compares a level with itself"
     for (factor, number), side in product(needed.items(), sides):
-        levels = seeds_of(study, table, side, factor)
-        if len(levels) < number:
+        have = len(seeds_of(study, table, side, factor))
+        if have < number:
             fixed = [level for name, level in side.items() if name != METRIC]
-            raise BadInput(
+            yield (
                 f"registration.seeds.{factor}={number}, but {', '.join(fixed) or 'one side'} has "
-                f"{len(levels)} levels of it"
+                f"{have} levels of it"
             )
 
 
@@ -590,3 +659,37 @@ def seeds_of(study: Study, table: ScoreTable, side: Levels, factor: str) -> set[
 def _twice(names: Iterable[str]) -> str:
     """The first name that comes a second time, or nothing."""
     return next((name for name, number in Counter(names).items() if number > 1), "")
+
+
+# --------------------------------------------------------------------------- settings of a run
+
+
+def each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """A value with each string in it changed, but not the keys of its groups."""
+    if isinstance(value, dict):
+        return {key: each_text(part, change) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [each_text(part, change) for part in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def with_levels(text: str, levels: Levels) -> str:
+    """A text with the name of the level in place of each {FACTOR}. Raises BadInput for a factor
+    that is not among them."""
+    for factor, level in levels.items():
+        text = text.replace(f"{{{factor}}}", level)
+    for unknown in FACTOR.findall(PLACE.sub("", text)):
+        if unknown != "{out}":
+            has = ", ".join(levels) or "none"
+            raise BadInput(f"{text!r}: {unknown} is not one of its factors: {has}")
+    return text
+
+
+def nested(settings: dict[str, Any]) -> dict[str, Any]:
+    """{"optim": {"lr": 1e-4}} from {"optim.lr": 1e-4}; whole groups stay."""
+    groups: dict[str, Any] = {}
+    for key, value in flat(settings).items():
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        groups = merge(groups, value)
+    return groups

@@ -1,0 +1,280 @@
+"""Sweeps: a study in one line, what it costs, and which settings it reports as the best. Also the
+mistakes of a study file, and the file with which docs/studies.md opens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import ROOT, Forks, good, refused
+
+from xformer.data.display import duration
+from xformer.data.errors import BadInput
+from xformer.study import sweep, timing
+from xformer.study.__main__ import cost_lines
+from xformer.study.claims import paired_test
+from xformer.study.forecast import Costs, Forecast
+from xformer.study.plan import Job, Plan, to_do
+from xformer.study.report import build_report, render
+from xformer.study.results import Results, sample_of
+from xformer.study.spec import read_study
+
+TINY = (
+    "model.layers=1",
+    "model.heads=2",
+    "model.hidden=16",
+    "model.intermediate=16",
+    "batch.rows=16",
+)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
+    """A store of sequences with two labels."""
+    folder = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(200):
+        letters = "".join(rng.choice(list("ACGT"), 12))
+        rows.append(f"{letters}{['ACG', 'TTT'][i % 2]}\t{['no', 'yes'][i % 2]}")
+    (folder / "x.tsv").write_text("sequence\tlabel\n" + "\n".join(rows) + "\n")
+    task = ("preprocess.py", "task", "dna", "--input", folder / "x.tsv", "--output", folder / "dna")
+    good(forks.run(*task))
+    return folder / "dna"
+
+
+def read(*arguments: str) -> sweep.Sweep:
+    return sweep.read(["finetune/classify", *arguments])
+
+
+def test_values_are_lists_ranges_or_one_value() -> None:
+    values = read(
+        'data=["x", "y,z"]',
+        "init=a,b",
+        "optim.lr=1e-4,5e-5",
+        "seed=0..2,7",
+        "optim.betas=[0.9,0.98]",
+        "batch.rows=16",
+    ).values
+    assert values == {
+        "data": [["x", "y,z"]],
+        "init": ["a", "b"],
+        "optim.lr": [1e-4, 5e-5],
+        "seed": [0, 1, 2, 7],
+        "optim.betas": [[0.9, 0.98]],
+        "batch.rows": [16],
+    }
+    assert read("init=2026", "seed=0..4").values == {"init": ["2026"], "seed": [0, 1, 2, 3, 4]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["seed=4..0"], "seed=4..0: a range goes upwards"),
+        (["data=a,,b"], "data=a,,b has an empty value"),
+        (["seed=0,0"], "names 0 twice"),
+        (["seed=0"], "nothing varies"),
+        (["optim.lrr=1,2"], "unknown key optim.lrr; did you mean optim.lr?"),
+        (["run=a,b"], "run is set by the sweep"),
+        (
+            ["seed=0..200", "mapping=a,b", "optim.lr=" + ",".join(map(str, range(99)))],
+            "39,798 runs",
+        ),
+        (["other", "seed=0..4"], "give one recipe"),
+    ],
+)
+def test_a_wrong_sweep_is_refused(arguments: list[str], words: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(words)):
+        read(*arguments)
+
+
+def test_the_file_can_be_kept(tmp_path: Path) -> None:
+    """It names paths once, and the same sweep does not write it again."""
+    made = read("data=stores/a,other/a", "init=x", "optim.lr=1e-4,5e-5", "seed=0..1")
+    path = tmp_path / "sweeps/mine.toml"
+    assert made.write(path)
+    assert not made.write(path)
+    study = read_study(path, "")
+    assert {name: need.path for name, need in study.needs.items()} == {
+        "a": "stores/a",
+        "a-2": "other/a",
+        "x": "x",
+    }
+    assert study.stages["run"].recipe == "finetune/classify"
+    assert list(study.factors("run")["data"]) == ["a", "a-2"]
+    path.write_text(path.read_text().replace("seed = [0, 1]", "seed = [0, 2]"))
+    with pytest.raises(BadInput, match="holds something else; give another file with out="):
+        made.write(path)
+
+
+def test_a_sweep_runs_and_reports(store: Path, tmp_path: Path, forks: Forks) -> None:
+    output, file = tmp_path / "studies", tmp_path / "mine.toml"
+    line: list[str | Path] = [
+        "-m",
+        "xformer.study",
+        "sweep",
+        ROOT / "recipes/finetune/classify.toml",
+    ]
+    line += [f"data={store}", "optim.lr=1e-3,1e-4", "seed=0..2", *TINY, "train.epochs=1"]
+    line += [f"out={file}", f"output={output}", "jobs=1"]
+    refused(forks.run(*line, "train.epoch=2"), "unknown key train.epoch")
+    refused(forks.run(*line, "batch.max_tokens=0,64"), "batch.max_tokens=0")
+    assert not file.exists()
+    listed = good(forks.run(*line, "--dry-run"))
+    assert file.exists()
+    assert not (output / "runs").exists()
+    assert len(re.findall(r"to do +[1-9]\d* s  run optim.lr", listed.out)) == 6
+    assert "?" not in listed.out
+    assert re.search(r"6 jobs, 6 to do, about [\d.]+ (s|min) of work", listed.out)
+    assert "measured on this machine" in listed.out
+    done = good(forks.run(*line))
+    assert "Best on valid: optim.lr=" in done.out
+    report = (output / "mine/report.md").read_text()
+    assert len(re.findall(r"\| optim\.lr=0\.\d+ \|.*\(3\) \|", report)) == 2
+    assert "published" not in report
+    assert "paper" not in report
+    assert (output / "mine/run.svg").is_file()
+    again = good(forks.run(*line))
+    assert "6 jobs, 0 to do, everything is done" in again.out
+
+
+def plan_of(text: str, tmp_path: Path) -> Plan:
+    path = tmp_path / "study.toml"
+    path.write_text(text)
+    return Plan(read_study(path, ""), tmp_path / "studies", {})
+
+
+def a_plan(store: Path, tmp_path: Path) -> Plan:
+    made = read(f"data={store}", "optim.lr=1e-3,1e-4", "seed=0..2", *TINY)
+    return plan_of(made.text(tmp_path), tmp_path)
+
+
+def test_the_best_settings_come_first(store: Path, tmp_path: Path) -> None:
+    """By the mean on valid, although another setting is better on test."""
+    plan = a_plan(store, tmp_path)
+    for run in plan.runs("run"):
+        good_one = run.levels["optim.lr"] == "0.0001"
+        valid = 0.5 + 0.1 * good_one + 0.01 * int(run.levels["seed"])
+        metrics = {"test": {"accuracy": 0.9 - valid}, "valid": {"accuracy": valid}}
+        run.path.mkdir(parents=True)
+        run.proof.write_text(json.dumps({"metrics": metrics, "seconds": 1.0}))
+    results = Results(plan)
+    text = render(build_report(results, {}, tmp_path / "studies/x"), "md")
+    assert "Best on valid: optim.lr=0.0001 (valid 61.0 [58.5, 63.5] (3), test 29.0 [26.5" in text
+    assert text.index("| optim.lr=0.0001 |") < text.index("| optim.lr=0.001 |")
+
+
+def test_the_cost_is_timed(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run of a kind is timed, and its speed is kept; without a store there is a reason."""
+    plan, started = a_plan(store, tmp_path), list[Job]()
+    costs, todo = Costs(Forecast(plan)), to_do(plan.jobs.values(), plan.wanted)
+    assert "untimed: no run like it has been timed" in cost_lines(costs, todo, 2)[-1]
+
+    class Here:
+        slots, threads = 1, 1
+
+        def start(self, job: Job, slots: object) -> Ended:
+            started.append(job)
+            job.path.mkdir()
+            speeds = [1.0, 1.0, 1.0, 1000.0, 1000.0]
+            lines = [
+                {"event": "train", "step": i, "time": i, "real_tokens_per_second": speed}
+                for i, speed in enumerate(speeds)
+            ]
+            (job.path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
+            return Ended()
+
+    class Ended:
+        exitcode = 0
+
+        def kill(self) -> None: ...
+
+        def join(self) -> None: ...
+
+    plan.root.mkdir()
+    for _ in range(2):
+        costs = Costs(Forecast(plan))
+        timing.measure(plan, costs, todo.values(), Here())  # type: ignore[arg-type]
+    assert len(started) == 1
+    assert not started[0].path.exists()
+    job = next(iter(todo.values()))
+    work = costs.work[job.key]
+    assert work is not None
+    # a forward pass is a third of a training step
+    scored = work.scoring / work.operations * 3 * work.tokens
+    assert costs.seconds(job) == pytest.approx(1 + (work.tokens + scored / 3) / 1000)
+    assert (
+        f"about {duration(6 * (costs.seconds(job) or 0))} of work" in cost_lines(costs, todo, 1)[0]
+    )
+
+    gone = plan_of(read("data=nowhere", "seed=0..1").text(tmp_path), tmp_path)
+    lines = cost_lines(Costs(Forecast(gone)), to_do(gone.jobs.values(), gone.wanted), 1)
+    assert lines == [
+        "2 jobs, 2 to do, no time estimate",
+        "no input: the store or the initial model of the run does not exist yet (2 jobs)",
+    ]
+
+
+def test_two_scores_have_no_interval() -> None:
+    assert sample_of([0.0, 40.0]).interval is None
+    assert sample_of([0.0, 40.0]).words(1) == "20.0 (0.0, 40.0)"
+    assert sample_of([0.0, 40.0, 20.0]).words(1) == "20.0 ± 20.0 (3)"
+    two = paired_test([0.0, 40.0], [0.0, 0.0])
+    assert two.half is None
+    assert two.p is not None
+    assert two.detectable is not None
+
+
+MISTAKES = """
+titel = "x"
+question = 3
+[needs.data]
+about = "x"
+[stages.finetune]
+recipe = "finetune/classify"
+settings = { data = "{need.dat}", optim.lrr = 1 }
+vary.seed = [0, 1]
+vary.mapping = ["none", "sideways:{sed}"]
+[[tables]]
+name = "main"
+title = "x"
+stage = "finetune"
+rows = "start"
+columns = "seed"
+where.mapping = "no"
+"""
+
+
+def test_all_mistakes_are_reported_at_once(tmp_path: Path, forks: Forks) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(MISTAKES)
+    ended = forks.run("-m", "xformer.study", path, "--dry-run")
+    assert ended.status == 2
+    lines = ended.err.splitlines()
+    assert [line.removeprefix(f"error: {path}: ") for line in lines] == [
+        "title must be given: title=...",
+        "question=3: input should be a valid string",
+        "unknown key titel; did you mean title?",
+        "{need.dat}: there is no 'dat'; did you mean data?",
+        "stages.finetune: unknown key optim.lrr; did you mean optim.lr?",
+        "stages.finetune: 'sideways:{sed}': {sed} is not one of its factors: seed, mapping",
+        "table main: there is no 'start'",
+        "table main: there is no 'no'; did you mean none?",
+    ]
+
+
+def test_the_first_study_of_the_docs_plans(store: Path, tmp_path: Path, forks: Forks) -> None:
+    page = (ROOT / "docs/studies.md").read_text(encoding="utf-8")
+    text = page.split("```toml\n")[1].split("```")[0]
+    assert page.index("```toml") < 1000
+    assert len(text.splitlines()) <= 15
+    path = tmp_path / "rates.toml"
+    path.write_text(text)
+    line = ("-m", "xformer.study", path, "--dry-run", f"output={tmp_path / 'studies'}")
+    listed = good(forks.run(*line, "needs.modules=nowhere"))
+    assert "6 jobs, 6 to do, no time estimate" in listed.out
+    assert "missing: modules: nowhere does not exist" in listed.out

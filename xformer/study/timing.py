@@ -1,0 +1,106 @@
+"""How fast this machine trains what a study will train: the first steps of real runs are timed.
+
+Runs of one kind (the same model, batches and rows) are timed once. The result is kept in
+OUTPUT/timings.json. A finished run of the kind replaces it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from xformer.analysis.drawing import many
+from xformer.config import merge
+from xformer.data.display import say
+from xformer.data.errors import BadInput
+from xformer.data.files import make_directory, read_json, write_json
+from xformer.monitor import records
+from xformer.study.forecast import Costs, Work
+from xformer.study.plan import Job, Plan
+from xformer.study.pool import Local, last_words, set_up
+
+FILE = "timings.json"
+LIMIT = 20.0  # seconds for all timings of a study together
+WARM_UP = 3  # first steps, which are left out
+STEPS, SECONDS = 5, 3.0  # a timing ends when it has both
+POLL = 0.1  # seconds
+
+
+def measure(plan: Plan, costs: Costs, todo: Iterable[Job], executor: Local) -> None:
+    """Add the FLOP/s of further kinds of runs to the `costs`: what was measured before, and what
+    is measured now by the first run of each kind in `todo` that can start, if there is one. All of
+    them together take LIMIT seconds at most."""
+    known = _read(plan.root / FILE, executor.threads)
+    wanted: dict[str, tuple[Job, Work]] = {}
+    for job in todo:
+        work = costs.work.get(job.key)
+        startable = not job.missing and all(plan.jobs[key].whole for key in job.waits)
+        if work and startable and work.kind not in {*known, *costs.rates}:
+            wanted.setdefault(work.kind, (job, work))
+    end = time.monotonic() + LIMIT
+    if wanted:
+        runs = many(len(wanted), "run")
+        say(f"timing the first steps of {runs}, for {LIMIT:.0f} s at most", error=True)
+    for kind, (job, work) in wanted.items():
+        speed = _tokens_per_second(job, executor, end)
+        if speed is not None:
+            known[kind] = work.operations / work.tokens * speed
+    if wanted:
+        make_directory(plan.root, "output=")
+        write_json(plan.root / FILE, {"threads": executor.threads, "flops_per_second": known})
+    costs.rates = known | costs.rates
+
+
+def _read(path: Path, threads: int) -> dict[str, float]:
+    """The speeds that were measured before, unless a run had another number of threads then."""
+    with suppress(BadInput):
+        content: Any = read_json(path)
+        if isinstance(content, dict) and content.get("threads") == threads:
+            return dict(content["flops_per_second"])
+    return {}
+
+
+def _tokens_per_second(job: Job, executor: Local, end: float) -> float | None:
+    """The speed of a run after its first steps; None if it did not get that far until `end`, a
+    value of time.monotonic(). The run is made in a temporary directory, and killed."""
+    with TemporaryDirectory(prefix="timing-", ignore_cleanup_errors=True) as scratch:
+        path = Path(scratch) / "run"
+        train = {"log_every": 1, "validate_every": 2**30, "checkpoint_every": 0, "keep_at": []}
+        # compiling may take longer than all timings may; without it a GPU is somewhat slower
+        own = {"run": str(path), "train": train, "system": {"compile": "none"}}
+        recipe = merge(job.recipe or {}, own)
+        command = (*job.command[:-1], str(path.with_suffix(".toml")))
+        timed = replace(job, path=path, proof=path / "result.json", recipe=recipe, command=command)
+        set_up(timed)
+        handle = executor.start(timed, range(min(job.processes, executor.slots)))
+        try:
+            while handle.exitcode is None and time.monotonic() < end and not _enough(_steps(path)):
+                time.sleep(POLL)
+            status = handle.exitcode
+        finally:
+            handle.kill()
+            handle.join()
+        steps = _steps(path)
+        if status:
+            say(f"{job.name} fails: {last_words(timed, status)}", error=True)
+        speeds = [step["real_tokens_per_second"] for step in steps[WARM_UP:] or steps[-1:]]
+        return median(speeds) if speeds and not status else None
+
+
+def _enough(steps: list[dict[str, Any]]) -> bool:
+    """Whether so many steps were timed that more would change little."""
+    timed = steps[WARM_UP:]
+    return len(timed) > STEPS and timed[-1]["time"] - timed[0]["time"] > SECONDS
+
+
+def _steps(run: Path) -> list[dict[str, Any]]:
+    """The steps in a run's log, which has a line for each."""
+    if not (run / "log.jsonl").is_file():
+        return []
+    return [record for record in records(run) if record["event"] == "train"]
