@@ -5,6 +5,7 @@
     python -m xformer.study recipes/studies/kao2021-figure2.toml scale=paper executor=slurm \\
         needs.bert=ckpt/bert slurm.partition=gpu slurm.gpus_per_node=1
     python -m xformer.study verify runs/english steps=20    # repeat a run's first steps and compare
+    python -m xformer.study reproduce                       # does everything work on this machine?
 
 The same command again runs only what is not done yet. A killed run resumes, a failed one is
 retried, a further seed adds its own runs, and studies share the runs that they have in common.
@@ -24,7 +25,7 @@ from xformer.data.display import duration, say
 from xformer.data.errors import BadInput, Failure, typed
 from xformer.data.files import make_directory, read_json, write_json
 from xformer.start import run
-from xformer.study import pool, verify
+from xformer.study import pool, reproduce, verify
 from xformer.study.claims import registration_lines
 from xformer.study.forecast import Costs, Forecast, Notes
 from xformer.study.plan import RESULTS, Plan, to_do
@@ -67,9 +68,10 @@ class Arguments(Settings):
 
 
 def main() -> None:
-    """`python -m xformer.study STUDY key=value ...`, or `verify RUN`"""
-    if sys.argv[1:2] == ["verify"]:
-        verify.main(sys.argv[2:])
+    """`python -m xformer.study STUDY key=value ...`, or `verify RUN`, or `reproduce`"""
+    others = {"verify": verify.main, "reproduce": reproduce.main}
+    if sys.argv[1:2] and sys.argv[1] in others:
+        others[sys.argv[1]](sys.argv[2:])
         return
     plan, settings = planned(sys.argv[1:])
     forecast = Forecast(plan)

@@ -3,7 +3,7 @@
     [needs.NAME]             what the user brings: a checkpoint, a directory of data
     [made.NAME]              what a command makes from it: a store, a tokenizer, a checkpoint
     [stages.NAME]            runs: a recipe (or a command), its settings, and what `vary`s them
-    [[tables]] [[summaries]] [[curves]] [[pictures]] [[claims]]
+    [[tables]] [[summaries]] [[curves]] [[pictures]] [headline] [[claims]]
                              what to show, and the paper's statements, checked
     notes, [[deviations]]    what a reader must know, and how the study differs from the paper
     [scales.NAME]            overrides any of the above: scale=mini, scale=paper
@@ -237,6 +237,20 @@ class Picture(Shown):
     file: str
 
 
+class Headline(Settings):
+    """The picture at the top of the report, made of one table and, beside it, some curves. It is
+    also a file of its own, and the study prints it as text when it ends."""
+
+    # The question that the table answers.
+    title: str
+    # Name of the table: every score of its first column is a dot.
+    table: str
+    # Name of the curves; empty: none.
+    curves: str = ""
+    # What the picture calls a level of the table's rows.
+    labels: dict[str, str] = Field({})
+
+
 class Claim(Settings):
     """A statement of the paper: `better` scores more than `than`, by `margin`, in `each`."""
 
@@ -321,6 +335,7 @@ class Study(Settings):
     summaries: tuple[Summary, ...] = ()
     curves: tuple[Curves, ...] = ()
     pictures: tuple[Picture, ...] = ()
+    headline: Headline | None = None
     claims: tuple[Claim, ...] = ()
     registration: Registration | None = None
     # For a factor, the only levels that are kept.
@@ -488,6 +503,12 @@ def _references(study: Study, whole: Study) -> Iterator[tuple[str, str, Collecti
         place = f"summary {summary.title!r}"
         yield place, summary.table, tables
         yield place, summary.by, {tables[summary.table].rows, tables[summary.table].columns}
+    if study.headline is not None:
+        yield "headline", study.headline.table, tables
+        names = {one.name for one in study.curves}
+        yield from (("headline", name, names) for name in (study.headline.curves,) if name)
+        rows = study.levels_of(tables[study.headline.table])[tables[study.headline.table].rows]
+        yield from (("headline: labels", level, rows) for level in study.headline.labels)
     for claim in study.claims:
         yield from _references_of(study, claim)
 
