@@ -116,7 +116,8 @@ def run_study(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
     ledger.unpack()
     outcomes = pool.run_plan(plan, executor, ledger.keep)
     say(*write_report(Results(plan), outcomes, directory).split("\n"))
-    names = ("report.html", "report.md", "results.csv")
+    names = ["report.html", "report.md", "results.csv"]
+    names += ["headline.png"] if plan.study.headline else []
     say("report   " + "   ".join(str(directory / name) for name in names))
     bad = [o for o in outcomes.values() if o.state in ("failed", "not run")]
     if bad:

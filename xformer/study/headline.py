@@ -97,7 +97,7 @@ def lines(results: Results, headline: Headline) -> Iterator[str]:
         yield f"  {' '.join(label.split()):<44} {numbers}"
     every = verdicts(results)
     if every:
-        yield "Claims, as the study file has them from before the first run:"
+        yield "Claims of the study, by paired t tests over seeds:"
     for verdict in every:
         yield f"  {verdict.state:<10} {verdict.claim.text}: {_evidence(verdict)}"
 
