@@ -17,7 +17,7 @@ from xformer.data.arguments import CommandParser
 from xformer.data.errors import Interrupted, typed
 
 from . import stats
-from .corpora import pydocs, synthetic, text
+from .corpora import dialects, pydocs, synthetic, text
 from .fetch import data_sets
 from .tasks import (
     choice,
@@ -93,6 +93,12 @@ SUB_COMMANDS = {
         pydocs.add_arguments,
         pydocs.run,
         "Write English text and a labelled task made from this Python's own documentation.",
+    ),
+    "dialects": SubCommand(
+        dialects.add_arguments,
+        dialects.run,
+        "Write text in an artificial language whose best possible loss is known, and a labelled "
+        "task in it.",
     ),
 }
 TASK_READERS = {

@@ -39,7 +39,7 @@ from xformer.study.claims import holm, paired_test, verdicts
 from xformer.study.forecast import Costs, Forecast
 from xformer.study.plan import Job, Plan, to_do
 from xformer.study.pool import newest_numbers, set_up
-from xformer.study.report import build_report, render
+from xformer.study.report import build_report, render, write_report
 from xformer.study.results import Ledger, Results, sample_of, statistics_of, write_csv
 from xformer.study.spec import read_study
 
@@ -102,6 +102,15 @@ like.scratch = "none"
 [scales.paper]
 stages.pretrain.settings.train.steps = 2000
 """
+
+
+HEADLINE = """
+[headline]
+title = "Does it help to know letters?"
+table = "main"
+[headline.labels]
+scratch = "from\\nscratch"
+[[claims]]"""
 
 
 @pytest.fixture
@@ -239,6 +248,9 @@ def html_of(results: Results, outcomes: dict[str, pool.Outcome], directory: Path
             "panels = 'rate'\nlines = 'model'\n[[claims]]",
             "there is no 'model'",
         ),
+        ("[[claims]]", HEADLINE.replace("main", "mian"), "headline: there is no 'mian'"),
+        ("[[claims]]", HEADLINE.replace("scratch", "nothing"), "labels: there is no 'nothing'"),
+        ("[[claims]]", f"{HEADLINE}".replace("[headline.l", "curves = 'x'\n[headline.l"), "no 'x'"),
     ],
 )
 def test_a_study_that_makes_no_sense_is_refused(
@@ -1226,6 +1238,38 @@ def test_tables_and_verdicts(file: Path, data: Path, tmp_path: Path) -> None:
         rows = [r for r in csv.DictReader(lines) if r["stage"] == "finetune"]
     assert len(rows) == 2 * 16
     assert {"seed", "start", "rate", "key", "split", "metric", "value"} < set(rows[0])
+
+
+def test_the_headline_is_a_picture_and_a_few_lines(file: Path, data: Path, tmp_path: Path) -> None:
+    """It shows the first column: every score, the mean and its interval, and the verdicts."""
+    curves = "[[curves]]\nname = 'loss'\ntitle = 'The loss'\nstage = 'finetune'\n"
+    curves += "panels = 'rate'\nlines = 'rate'\nvalidation = 'accuracy'\n"
+    named = HEADLINE.replace("[headline.labels]", "curves = 'loss'\n[headline.labels]")
+    changed(file, ("[[claims]]", curves + named))
+    plan = plan_of(file, tmp_path, data=str(data))
+    directory = plan.root / "letters-mini"
+    directory.mkdir(parents=True)
+    assert "In one picture" not in markdown_of(Results(plan))  # as long as no run is finished
+    finish(plan, lambda seed, start, rate: 0.5 + 0.1 * (start == "pretrained") + 0.01 * int(seed))
+    for run in plan.runs("finetune"):
+        log = [{"event": "train", "step": i, "loss": 2.0 - i} for i in (0, 1)]
+        log.append({"event": "validation", "step": 1, "accuracy": 0.7})
+        (run.path / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in log))
+    printed = write_report(Results(plan), {}, directory)
+    assert printed.splitlines() == [
+        "Does it help to know letters? accuracy on test, mean and 95% interval:",
+        "  pretrained                                    60.5  (54.1 to 66.9, 2 seeds)",
+        "  from scratch                                  50.5  (44.1 to 56.9, 2 seeds)",
+        "Claims of the study, by paired t tests over seeds:",
+        "  undecided  pre-training helps at every rate: low +10.0; high +10.0",
+    ]
+    assert (directory / "headline.png").stat().st_size > 10_000
+    svg = (directory / "headline.svg").read_text()
+    for words in ("Does it help to know letters?", "scratch", "pretrained", "The loss", "60.5"):
+        assert words in svg, words
+    assert svg.count('<use xlink:href="#') >= 4  # a dot for each score
+    text = (directory / "report.md").read_text()
+    assert text.index("In one picture") < text.index("claims")
 
 
 MORE = """

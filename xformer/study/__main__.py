@@ -7,6 +7,7 @@
     python -m xformer.study sweep finetune/classify data=stores/cola init=runs/english \\
         optim.lr=1e-4,5e-5 seed=0..4                        # a study in one line
     python -m xformer.study verify runs/english steps=20    # repeat a run's first steps and compare
+    python -m xformer.study reproduce                       # does everything work on this machine?
 
 The same command again runs only what is not done yet. A killed run resumes, a failed one is
 retried, a further seed adds its own runs, and studies share the runs that they have in common.
@@ -27,7 +28,7 @@ from xformer.data.display import duration, say
 from xformer.data.errors import BadInput, Failure, typed
 from xformer.data.files import make_directory, read_json, write_json
 from xformer.start import run
-from xformer.study import pool, sweep, timing, verify
+from xformer.study import pool, reproduce, sweep, timing, verify
 from xformer.study.claims import registration_lines
 from xformer.study.forecast import Costs, Forecast, Notes
 from xformer.study.plan import RESULTS, Job, Plan, to_do
@@ -91,10 +92,13 @@ class SweepArguments(Execution):
 
 
 def main() -> None:
-    """`python -m xformer.study STUDY key=value ...`, `sweep RECIPE key=a,b ...` or `verify RUN`"""
+    """`python -m xformer.study STUDY key=value ...`, `sweep RECIPE key=a,b ...`, `verify RUN` or
+    `reproduce`"""
     match sys.argv[1:]:
         case ["verify", *rest]:
             verify.main(rest)
+        case ["reproduce", *rest]:
+            reproduce.main(rest)
         case ["sweep", *rest]:
             sweep_main(rest)
         case arguments:
@@ -188,7 +192,8 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
     ledger.unpack()
     outcomes = pool.run_plan(plan, executor, ledger.keep)
     say(*write_report(Results(plan), outcomes, directory).split("\n"))
-    names = ("report.html", "report.md", "results.csv")
+    names = ["report.html", "report.md", "results.csv"]
+    names += ["headline.png"] if plan.study.headline else []
     say("report   " + "   ".join(str(directory / name) for name in names))
     bad = [o for o in outcomes.values() if o.state in ("failed", "not run")]
     if bad:

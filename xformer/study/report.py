@@ -21,6 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from xformer.analysis.drawing import plus_minus
 from xformer.config import toml_text
 from xformer.data import style
+from xformer.study import headline
 from xformer.study.claims import Verdict, verdicts
 from xformer.study.forecast import Forecast, Notes
 from xformer.study.plan import Job
@@ -127,7 +128,7 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     """The report of a study as far as it is finished, to be written into a directory."""
     study, plan = results.study, results.plan
     notes = Notes(Forecast(plan))
-    sections = [*_claims(results)]
+    sections = [*_headline(results), *_claims(results)]
     if not study.shows():
         sections += [one for stage in study.stages for one in _settings(results, stage, notes)]
     sections += [_table(results, table, notes) for table in study.tables]
@@ -150,8 +151,8 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
 
 
 def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path) -> str:
-    """Write report.html, report.md, their figures and results.csv into a directory. Returns the
-    Markdown."""
+    """Write report.html, report.md, their figures and results.csv into a directory. Returns what to
+    print: the headline, or without one the Markdown."""
     write_csv(directory / "results.csv", results, outcomes)
     report = build_report(results, outcomes, directory)
     for figure in filter(None, (section.figure for section in report.sections)):
@@ -162,7 +163,12 @@ def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     for ending in ("html", "md"):
         text = render(report, ending)
         (directory / f"report.{ending}").write_text(text, encoding="utf-8")
-    return text
+    if results.study.headline is None:
+        return text
+    with style.colours(style.LIGHT):
+        drawn = headline.draw(results, results.study.headline)
+        style.write(drawn, directory / f"{headline.NAME}.png")
+    return "\n".join(headline.lines(results, results.study.headline))
 
 
 def render(report: Report, ending: str) -> str:
@@ -179,6 +185,14 @@ def render(report: Report, ending: str) -> str:
 
 
 # ---------------------------------------------------------------------------------- its sections
+
+
+def _headline(results: Results) -> Iterator[Section]:
+    shown = results.study.headline
+    if shown is not None and headline.rows(results, shown):
+        with style.colours(style.BOTH):
+            svg = style.svg(headline.draw(results, shown), headline.NAME)
+        yield Section("In one picture", figure=Drawing(f"{headline.NAME}.svg", svg))
 
 
 def _claims(results: Results) -> Iterator[Section]:

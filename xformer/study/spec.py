@@ -3,7 +3,7 @@
     [needs.NAME]             what the user brings: a checkpoint, a directory of data
     [made.NAME]              what a command makes from it: a store, a tokenizer, a checkpoint
     [stages.NAME]            runs: a recipe (or a command), its settings, and what `vary`s them
-    [[tables]] [[summaries]] [[curves]] [[pictures]] [[claims]]
+    [[tables]] [[summaries]] [[curves]] [[pictures]] [headline] [[claims]]
                              what to show, and the paper's statements, checked
     notes, [[deviations]]    what a reader must know, and how the study differs from the paper
     [scales.NAME]            overrides any of the above: scale=mini, scale=paper
@@ -241,6 +241,20 @@ class Picture(Shown):
     file: str
 
 
+class Headline(Settings):
+    """The picture at the top of the report, made of one table and, beside it, some curves. It is
+    also a file of its own, and the study prints it as text when it ends."""
+
+    # The question that the table answers.
+    title: str
+    # Name of the table: every score of its first column is a dot.
+    table: str
+    # Name of the curves; empty: none.
+    curves: str = ""
+    # What the picture calls a level of the table's rows.
+    labels: dict[str, str] = Field({})
+
+
 class Claim(Settings):
     """A statement of the paper: `better` scores more than `than`, by `margin`, in `each`."""
 
@@ -325,6 +339,7 @@ class Study(Settings):
     summaries: tuple[Summary, ...] = ()
     curves: tuple[Curves, ...] = ()
     pictures: tuple[Picture, ...] = ()
+    headline: Headline | None = None
     claims: tuple[Claim, ...] = ()
     registration: Registration | None = None
     # For a factor, the only levels that are kept.
@@ -484,6 +499,8 @@ def _mistakes(study: Study, whole: Study) -> Iterator[str]:
         yield from (f"{shown.kind} {shown.name}: {line}" for line in lines)
     for summary in study.summaries:
         yield from (f"summary {summary.title!r}: {line}" for line in _bad_summary(study, summary))
+    if study.headline is not None:
+        yield from (f"headline: {line}" for line in _bad_headline(study, study.headline))
     for claim in study.claims:
         yield from (f"claim {claim.text!r}: {line}" for line in _bad_claim(study, claim))
 
@@ -514,6 +531,17 @@ def _bad_names(study: Study, whole: Study) -> Iterator[str]:
     sources = {"need": study.needs, "made": study.made, "stage": study.stages}
     for kind, name, *_ in PLACE.findall(study.model_dump_json()):
         yield from (f"{{{kind}.{name}}}: {line}" for line in _unknown([name], sources[kind]))
+
+
+def _bad_headline(study: Study, shown: Headline) -> Iterator[str]:
+    """What is wrong with the names in a headline."""
+    tables = {table.name: table for table in study.tables}
+    yield from _unknown([shown.table], tables)
+    yield from _unknown(filter(None, [shown.curves]), {one.name for one in study.curves})
+    if shown.table in tables:
+        table = tables[shown.table]
+        rows = study.levels_of(table).get(table.rows, {})
+        yield from (f"labels: {line}" for line in _unknown(shown.labels, rows))
 
 
 def _bad_file_names(study: Study) -> Iterator[str]:

@@ -1,0 +1,115 @@
+"""The headline of a study: one picture of its main table, and the same in a few lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from xformer.data import style
+from xformer.study.claims import Verdict, verdicts
+from xformer.study.results import LEVEL, Cell, Panel, Results
+from xformer.study.spec import METRIC, Headline, ScoreTable
+
+NAME = "headline"  # of the files, without ending
+BAR = {"capsize": 4, "lw": 2.2, "ms": 8, "zorder": 3}  # how means and intervals look
+
+
+def rows(results: Results, headline: Headline) -> list[tuple[str, Cell]]:
+    """The first column of the headline's table: the label and the cell of each row that has
+    scores."""
+    cells = [row[0] for row in results.cells(results.study.table(headline.table))]
+    return [(headline.labels.get(c.row, c.row), c) for c in cells if c.sample is not None]
+
+
+def draw(results: Results, headline: Headline) -> Any:
+    """A figure with the curves, if the headline has any, and the scores of all runs beside them."""
+    table = results.study.table(headline.table)
+    curves = next((c for c in results.study.curves if c.name == headline.curves), None)
+    panels = results.panels(curves) if curves is not None else []
+    figure = style.new_figure(11 if panels else 7, 3.6)
+    widths = [1, 1.9] if panels else [1]
+    *left, right = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
+    if panels and curves is not None:
+        _curve(left[0], panels, curves.title)
+    _dots(right, rows(results, headline), table)
+    right.set_title(headline.title)
+    return figure
+
+
+def _curve(axes: Any, panels: list[Panel], title: str) -> None:
+    """The curves of training as lines, and those of validation as dots."""
+    for panel in panels:
+        validation = panel.value.startswith("validation")
+        look = {"ls": "none", "marker": "o", "ms": 5, "zorder": 3} if validation else {"lw": 1.4}
+        for number, line in enumerate(panel.lines):
+            label = "validation" if validation else "training"
+            colour = "C1" if validation else f"C{2 * number}"
+            axes.plot(line.x, line.mean, color=colour, label=label, **look)
+    axes.set(xlabel="step", ylabel=f"{panels[0].value} (nats)")
+    axes.set_title(title)
+    axes.legend()
+
+
+def _dots(axes: Any, shown: list[tuple[str, Cell]], table: ScoreTable) -> None:
+    """A line for each row: its label, a dot for each run, the mean with its interval, and the mean
+    as a number."""
+    for place, (_, cell) in enumerate(reversed(shown)):
+        assert cell.sample is not None
+        scores, colour = np.array(cell.sample.scores), f"C{len(shown) - 1 - place}"
+        shift = 0.14 * (np.arange(len(scores)) % 3 - 1)  # so that equal scores stay visible
+        axes.plot(scores, place + shift, "o", color=colour, alpha=0.4, ms=5, mew=0)
+        ends = cell.sample.interval or (cell.sample.mean, cell.sample.mean)
+        bars = [[cell.sample.mean - ends[0]], [ends[1] - cell.sample.mean]]
+        axes.errorbar(cell.sample.mean, place, xerr=bars, fmt="D", color=colour, **BAR)
+        number = f"{cell.sample.mean:.{table.digits}f}"
+        above = (0, 11)  # points
+        axes.annotate(
+            number, (cell.sample.mean, place), above, textcoords="offset points", ha="center",
+            color=colour, weight="bold",
+        )  # fmt: skip
+    axes.set_yticks(range(len(shown)), [label for label, _ in reversed(shown)], fontsize=11)
+    axes.set_ylim(-0.6, len(shown) - 0.3)
+    axes.grid(axis="y", visible=False)
+    runs = len(shown[0][1].sample.scores) if shown and shown[0][1].sample else 0
+    unit = ", %" if table.percent else ""
+    what = f"dots: {runs} seeds; diamonds: their mean and its {LEVEL:.0%} interval"
+    axes.set_xlabel(f"{_metric(table)} on {table.split}{unit}   ({what})")
+
+
+def _metric(table: ScoreTable) -> str:
+    """The name of the first column's metric."""
+    if isinstance(table.metric, str):
+        return table.metric
+    return next(iter(table.metric)) if table.columns == METRIC else "score"
+
+
+def lines(results: Results, headline: Headline) -> Iterator[str]:
+    """The headline as text: a line for each row of the table and one for each claim."""
+    table = results.study.table(headline.table)
+    yield f"{headline.title} {_metric(table)} on {table.split}, mean and {LEVEL:.0%} interval:"
+    for label, cell in rows(results, headline):
+        assert cell.sample is not None
+        low, high = cell.sample.interval or (cell.sample.mean, cell.sample.mean)
+        d, runs = table.digits, len(cell.sample.scores)
+        numbers = f"{cell.sample.mean:5.{d}f}  ({low:.{d}f} to {high:.{d}f}, {runs} seeds)"
+        yield f"  {' '.join(label.split()):<44} {numbers}"
+    every = verdicts(results)
+    if every:
+        yield "Claims of the study, by paired t tests over seeds:"
+    for verdict in every:
+        yield f"  {verdict.state:<10} {verdict.claim.text}: {_evidence(verdict)}"
+
+
+def _evidence(verdict: Verdict) -> str:
+    """The differences that decided a claim, with their intervals and p."""
+    digits, parts = verdict.table.digits, []
+    for level, difference, p in verdict.parts:
+        text = f"{level} {difference.mean:+.{digits}f}".lstrip()
+        if difference.half is not None:
+            text += f" ± {difference.half:.{digits}f}"
+        if p is not None:
+            text += f", p {p:.3f}" if p >= 0.0005 else ", p < 0.001"
+        parts.append(text)
+    return "; ".join(parts) or "no runs to compare"

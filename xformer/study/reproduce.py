@@ -1,0 +1,301 @@
+"""Train a small encoder, and compare its loss curves with the expected ones.
+
+    python -m xformer.study reproduce
+    python -m xformer.study reproduce seed=3
+    python -m xformer.study reproduce pretrain.optim.lr=4e-3    # a change that the curves notice
+    python -m xformer.study reproduce record=curves.json        # measure the expected curves anew
+
+It makes a store, pre-trains, fine-tunes, and prints one line for each curve: whether it lies in the
+band of the expected curves, or where it leaves the band first. The exit status is 1 if a curve
+leaves its band. The bands come from ten seeds in fp32. They hold on CPUs and GPUs, in fp32 and
+bf16, with and without the C++ operations.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from xformer.analysis.curves import CurvesConfig, average
+from xformer.config import (
+    Settings,
+    find_recipe,
+    help_text,
+    merge,
+    parse_overrides,
+    validate,
+)
+from xformer.data import style
+from xformer.data.display import say
+from xformer.data.errors import BadInput, Failure
+from xformer.data.files import make_directory, read_json, write_json
+from xformer.data.store import open_store
+from xformer.study import pool
+from xformer.study.forecast import Forecast
+from xformer.study.plan import Job, Plan
+from xformer.study.report import write_report
+from xformer.study.results import Results
+from xformer.study.spec import Study, read_study
+
+EXPECTED = Path(__file__).with_name("expected.json")
+SCALE = "mini"
+WIDTH = 4.0  # half the width of a band, in standard deviations over seeds
+NEIGHBOURS = 2  # points on each side over which the deviation is averaged
+LEAST = 0.05  # half the width of a band, at least, in nats or as a share of right answers
+STORES = ("made.text", "made.task")
+CHANCE = 1 / 3  # of the fine-tuning's accuracy: there are three dialects
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve that is compared: its stage, the event and the number of the log, and its name."""
+
+    stage: str
+    event: str
+    value: str
+    name: str
+
+
+CURVES = (
+    Curve("pretrain", "train", "loss", "pre-training, loss"),
+    Curve("pretrain", "validation", "loss", "pre-training, validation loss"),
+    Curve("finetune", "train", "loss", "fine-tuning, loss"),
+    Curve("finetune", "validation", "accuracy", "fine-tuning, validation accuracy"),
+)
+
+
+class Reproduce(Settings):
+    """What to train, and what to compare it with."""
+
+    output: str = "runs/reproduce"
+    """The directory of the runs, the picture and the report. A run that is finished there is not
+    made again."""
+    seed: int = Field(0, ge=0)
+    """The seed of both trainings."""
+    pretrain: dict[str, Any] = Field({})
+    """Settings of the pre-training that differ from the recipe pretrain/reproduce, such as
+    pretrain.optim.lr=4e-3 or pretrain.system.device=cpu."""
+    finetune: dict[str, Any] = Field({})
+    """Settings of the fine-tuning that differ from the recipe finetune/reproduce."""
+    expected: str = ""
+    """A file that record= wrote, to compare with (default: the one that comes with the package)."""
+    record: str = ""
+    """Instead of comparing, train with several seeds in fp32 and write their curves to this
+    file."""
+    seeds: int = Field(10, ge=2)
+    """How many seeds to record: 0, 1, 2, ..."""
+
+
+def main(arguments: list[str]) -> None:
+    """`python -m xformer.study reproduce key=value ...`
+
+    Raises Failure if a curve leaves its band, if a store has other content, or if a run fails.
+    """
+    if any(argument in ("-h", "--help") for argument in arguments):
+        say(*help_text(Reproduce, __doc__).split("\n"))
+        return
+    settings = validate(Reproduce, parse_overrides(Reproduce, arguments))
+    plan = Plan(study_of(settings), Path(settings.output), {})
+    Forecast(plan).check()
+    expected = {} if settings.record else _read(Path(settings.expected or EXPECTED))
+    directory = plan.root / f"{plan.study.path.stem}-{SCALE}"
+    make_directory(directory, "output=")
+    make_directory(Path(settings.record).parent, "record=")
+    outcomes = pool.run_plan(plan, pool.local(0, 1), lambda job, again: "")
+    results = Results(plan)
+    write_report(results, outcomes, directory)
+    for outcome in outcomes.values():
+        if outcome.state == "failed":
+            raise Failure(f"{outcome.job.name} failed: {outcome.why.splitlines()[-1]}")
+    if settings.record:
+        write_json(Path(settings.record), recorded(plan))
+        say(f"{settings.record}: {len(CURVES)} curves of {settings.seeds} seeds")
+        return
+    compared = [compare(curve, expected, plan.runs(curve.stage)[0]) for curve in CURVES]
+    stores = _compare_stores(plan, expected)
+    with style.colours(style.LIGHT):
+        style.write(draw(compared, _best(plan)), directory / "reproduce.png")
+    say(*stores.values(), *(one.line() for one in compared))
+    say(f"picture  {directory / 'reproduce.png'}   report  {directory / 'report.html'}")
+    bad = [one.curve.name for one in compared if not one.inside]
+    bad += [name for name, line in stores.items() if "the same" not in line]
+    if bad:
+        raise Failure(f"not reproduced: {'; '.join(bad)}")
+
+
+def study_of(settings: Reproduce) -> Study:
+    """The study recipes/studies/reproduce.toml with these settings."""
+    study = read_study(find_recipe("studies/reproduce"), SCALE)
+    seeds = list(range(settings.seeds)) if settings.record else [settings.seed]
+    fp32: dict[str, Any] = {"system": {"precision": "fp32"}} if settings.record else {}
+    stages = {}
+    for name, stage in study.stages.items():
+        own = merge(merge(stage.settings, fp32), getattr(settings, name))
+        stages[name] = stage.model_copy(update={"settings": own, "vary": {"seed": seeds}})
+    return study.model_copy(update={"stages": stages})
+
+
+# ------------------------------------------------------------------------------------- the curves
+
+
+def recorded(plan: Plan) -> dict[str, Any]:
+    """The content of the file of expected curves, from finished runs."""
+    curves: dict[str, Any] = {}
+    for curve in CURVES:
+        steps, values = points(curve, plan.runs(curve.stage))
+        seeds = [[float(f"{value:.4g}") for value in row] for row in values]
+        curves[curve.name] = {"steps": steps, "seeds": seeds}
+    # the suite compares the keys of the runs with those of the recipes
+    keys = {name: plan.runs(name)[0].key for name in plan.study.stages}
+    return {"runs": keys, "stores": _keys(plan), "curves": curves}
+
+
+def points(curve: Curve, runs: list[Job]) -> tuple[list[float], np.ndarray]:
+    """The steps (S,) at which runs logged a number, and the numbers (runs, S)."""
+    paths = [str(run.path) for run in runs]
+    content = average(paths, curve.event, curve.value, CurvesConfig(out="-"))
+    return content["x"], np.array(content["values"])
+
+
+def band(seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The lower and the upper end of the band (S,) of the curves of several seeds (seeds, S).
+
+    Half its width is WIDTH standard deviations. The variance is the mean over neighbouring points,
+    because so few seeds tell little about that of one point. Neither a loss nor an accuracy is
+    negative.
+    """
+    padded = np.pad(seeds.var(0, ddof=1), NEIGHBOURS, mode="edge")
+    window = np.ones(2 * NEIGHBOURS + 1) / (2 * NEIGHBOURS + 1)
+    deviation = np.sqrt(np.convolve(padded, window, mode="valid"))
+    half = np.maximum(WIDTH * deviation, LEAST)
+    return np.maximum(seeds.mean(0) - half, 0.0), seeds.mean(0) + half
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A curve next to its band. `outside` is the index of the first point outside; None if there is
+    none. `ours` is None if the run has not logged the expected steps."""
+
+    curve: Curve
+    steps: np.ndarray  # (S,)
+    seeds: np.ndarray  # (seeds, S)
+    ours: np.ndarray | None  # (S,)
+    outside: int | None
+
+    @property
+    def inside(self) -> bool:
+        return self.ours is not None and self.outside is None
+
+    def line(self) -> str:
+        """One line: whether the curve was reproduced, and what was measured."""
+        if self.ours is None:
+            what = f"the run did not log the steps {self.steps[0]:g} to {self.steps[-1]:g}"
+            return _line(False, self.curve.name, what)
+        i = len(self.steps) - 1 if self.outside is None else self.outside
+        low, high = (end[i] for end in band(self.seeds))
+        what = f"step {self.steps[i]:g}: {self.ours[i]:.3f}, expected {low:.3f} to {high:.3f}"
+        what = what if self.inside else f"leaves its band at {what}"
+        return _line(self.inside, self.curve.name, what)
+
+
+def compare(curve: Curve, expected: dict[str, Any], run: Job) -> Comparison:
+    """A run's curve next to the expected one."""
+    content = expected["curves"][curve.name]
+    steps, seeds = np.array(content["steps"]), np.array(content["seeds"])
+    logged, values = points(curve, [run])
+    at = dict(zip(logged, values[0], strict=True))
+    if not all(step in at for step in steps):
+        return Comparison(curve, steps, seeds, None, None)
+    ours = np.array([at[step] for step in steps])
+    low, high = band(seeds)
+    outside = np.flatnonzero(~((low <= ours) & (ours <= high)))
+    return Comparison(curve, steps, seeds, ours, int(outside[0]) if len(outside) else None)
+
+
+# ------------------------------------------------------------------------------------- the stores
+
+
+def _keys(plan: Plan) -> dict[str, str]:
+    """The key of the content of each store."""
+    paths = {job.name: job.path for job in plan.jobs.values()}
+    return {name: open_store(paths[name]).key for name in STORES}
+
+
+def _compare_stores(plan: Plan, expected: dict[str, Any]) -> dict[str, str]:
+    """A line for each store: whether it has the expected content."""
+    lines = {}
+    for name, key in _keys(plan).items():
+        same = key == expected["stores"].get(name)
+        what = f"{'the same' if same else 'other'} bytes, SHA-256 {key[:16]}"
+        lines[name] = _line(same, f"store of the {name.removeprefix('made.')}", what)
+    return lines
+
+
+def _line(same: bool, name: str, what: str) -> str:
+    return f"{'reproduced' if same else 'NOT reproduced':<15} {name:<33} {what}"
+
+
+def _best(plan: Plan) -> float:
+    """The best possible loss of the pre-training."""
+    raw = next(job.path for job in plan.jobs.values() if job.name == "made.raw")
+    return float(read_json(raw / "best.json")["loss"])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The expected curves in a file. Raises BadInput if it holds something else."""
+    content = read_json(path)
+    try:
+        for curve in CURVES:
+            one = content["curves"][curve.name]
+            seeds = np.array(one["seeds"], dtype=float)
+            whole = seeds.ndim == 2 and len(seeds) > 1 and seeds.shape[1] == len(one["steps"]) > 0
+            if not whole or not np.isfinite(seeds).all():
+                raise ValueError
+        dict(content["stores"])
+    except (KeyError, TypeError, ValueError):
+        raise BadInput(
+            f"expected={path} holds no expected curves; give a file that record= wrote"
+        ) from None
+    return dict(content)
+
+
+# ------------------------------------------------------------------------------------ the picture
+
+
+def draw(compared: list[Comparison], best: float) -> Any:
+    """A panel for each number: the band of the expected curves, and this run's curve."""
+    figure = style.new_figure(11.5, 3.9)
+    panels = figure.subplots(1, 3)
+    places = {0: 0, 1: 0, 2: 1, 3: 2}  # both losses of the pre-training share a panel
+    titles = ("Pre-training", "Fine-tuning", "Fine-tuning")
+    names = ("loss (nats)", "loss (nats)", "validation accuracy")
+    for number, one in enumerate(compared):
+        axes = panels[places[number]]
+        dots = one.curve.event == "validation"
+        low, high = band(one.seeds)
+        axes.fill_between(one.steps, low, high, color=style.FAINT, alpha=0.3, lw=0)
+        if one.ours is not None:
+            colour = "C0" if one.inside else "C1"
+            look = {"marker": "o", "ms": 3.5} if dots else {}
+            what = "validation" if dots and number == 1 else "this run"
+            axes.plot(one.steps, one.ours, color=colour, lw=1.6, label=what, **look)
+            if one.outside is not None:
+                x, y = one.steps[one.outside], one.ours[one.outside]
+                axes.plot(x, y, "x", color="C1", ms=11, mew=2.5, label="leaves the band here")
+    for axes, title, name in zip(panels, titles, names, strict=True):
+        axes.fill_between([], [], color=style.FAINT, alpha=0.3, lw=0, label="expected")
+        axes.set(title=title, xlabel="step", ylabel=name)
+        axes.set_ylim(bottom=0)
+    panels[0].axhline(best, color=style.FAINT, ls="--", lw=1.2, label="the best possible")
+    panels[1].axhline(math.log(1 / CHANCE), color=style.FAINT, ls=":", lw=1.2, label="chance")
+    panels[2].axhline(CHANCE, color=style.FAINT, ls=":", lw=1.2, label="chance")
+    for axes in panels:
+        axes.legend(fontsize=8.5)
+    every = all(one.inside for one in compared)
+    figure.suptitle("Reproduced" if every else "NOT reproduced", color="C2" if every else "C1")
+    return figure
