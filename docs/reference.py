@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from functools import wraps
 from inspect import getdoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from xformer import command as commands  # noqa: E402
+from xformer import config as settings  # noqa: E402
 from xformer.config import HIDDEN, read_recipe, recipes, type_and_default  # noqa: E402
 from xformer.data.arguments import CommandParser  # noqa: E402
 from xformer.data.errors import BadInput, typed  # noqa: E402
@@ -40,10 +42,14 @@ from xformer.tasks.known import TASKS  # noqa: E402
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the part "Reference" of the navigation, which mkdocs.yml leaves empty."""
+    """Complete the navigation with the generated pages, and with the pages of docs/ that mkdocs.yml
+    does not name. The latter become guides."""
     assert config.nav is not None
-    part = next(part for part in config.nav if isinstance(part, dict) and "Reference" in part)
-    part["Reference"] = [*part["Reference"], *({title: path} for path, title, _ in PAGES)]
+    parts = {name: part for entry in config.nav for name, part in entry.items()}
+    named = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
+    others = sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name not in named)
+    parts["Guides"].extend(others)
+    parts["Reference"].extend({title: path} for path, title, _ in PAGES)
     return config
 
 
@@ -120,19 +126,26 @@ def showing() -> Iterator[None]:
     def parser(self: CommandParser, *_: Any) -> None:
         raise Shown(self, self.description or "")
 
+    plain_help = settings.help_text
+
+    @wraps(plain_help)
     def keys(schema: type[BaseModel], title: str | None = None) -> None:
         raise Shown(schema, typed(title or sys.modules["__main__"].__doc__ or ""))
 
-    modules = [m for name, m in sys.modules.items() if name.startswith("xformer.")]
-    before = [(m, m.help_text) for m in modules if hasattr(m, "help_text")]
     with patch.object(CommandParser, "parse_known_args", parser):
-        for module, _ in before:
-            module.help_text = keys  # type: ignore[attr-defined]
+        put(plain_help, keys)
         try:
             yield
         finally:
-            for module, function in before:
-                module.help_text = function  # type: ignore[attr-defined]
+            put(keys, plain_help)
+
+
+def put(before: Any, after: Any) -> None:
+    """Replace a function of xformer.config in all modules that have it. A module that is imported
+    later takes what xformer.config has then."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("xformer.") and getattr(module, before.__name__, None) is before:
+            setattr(module, before.__name__, after)
 
 
 def below(name: str, own: Help) -> dict[str, Help]:

@@ -14,7 +14,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -119,7 +119,7 @@ DOORS = ("preprocess", "train", "evaluate")
 PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]+\b")
 
 
-# a recipe and a sub-command that do not exist yet
+# What the pages name and other changes bring: a recipe and a sub-command that do not exist yet
 PENDING = {"pretrain/continue"} - set(recipes())
 if not (ROOT / "xformer/study/sweep.py").exists():
     PENDING |= {"sweep"}
@@ -213,6 +213,7 @@ def stopping(complete: bool) -> ExitStack:
             parse_operation(operation)
         raise Parsed
 
+    @wraps(plain_validate)
     def validate(schema: Any, values: dict[str, Any]) -> Any:
         if not complete:
             given = {n: "x" for n, field in schema.model_fields.items() if field.is_required()}
@@ -224,9 +225,8 @@ def stopping(complete: bool) -> ExitStack:
 
     stack = ExitStack()
     stack.enter_context(patch.object(CommandParser, "parse_known_args", parse))
-    for name, module in list(sys.modules.items()):
-        if name.startswith("xformer.") and getattr(module, "validate", None) is plain_validate:
-            stack.enter_context(patch.object(module, "validate", validate))
+    stack.callback(reference().put, validate, plain_validate)
+    reference().put(plain_validate, validate)
     # the first things that `evaluate` and `study` do with their arguments
     stack.enter_context(patch("xformer.checkpoint.load", side_effect=Parsed))
     stack.enter_context(patch("xformer.study.__main__.Plan", side_effect=Parsed))
@@ -282,9 +282,10 @@ def everything_is_imported() -> None:
 
 @pytest.mark.parametrize(("line", "complete", "page"), OURS)
 def test_every_command_parses(
-    line: str, complete: bool, page: str, monkeypatch: pytest.MonkeyPatch
+    line: str, complete: bool, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(ROOT)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
     arguments = called(shlex.split(line))
     assert arguments is not None
     if not set(arguments) & PENDING:
@@ -315,6 +316,16 @@ def test_a_wrong_command_is_noticed(line: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(ROOT)
     with pytest.raises(BadInput):
         parse(line.split(), True)
+
+
+def test_functions_are_put_back() -> None:
+    parse(["train", "pretrain/mini", "data=a", "run=b"], True)
+    reference().help_of("evaluate")
+    modules = [module for name, module in sys.modules.items() if name.startswith("xformer.")]
+    for name in ("validate", "help_text"):
+        given = {getattr(module, name) for module in modules if hasattr(module, name)}
+        assert {f.__module__ for f in given if f.__name__ == name} >= {"xformer.config"}
+        assert not any(hasattr(function, "__wrapped__") for function in given)
 
 
 def test_pages_have_commands() -> None:
