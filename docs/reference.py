@@ -66,7 +66,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Insert sections of README.md where docs/index.md names them, and let links to README.md lead
-    to the home page."""
+    to the home page. A page that is alone in its part needs no list of pages beside it."""
+    if page.parent is None:
+        page.meta["hide"] = ["navigation"]
     if page.file.src_uri == "index.md":
         sections = readme()
         markdown = re.sub(r"<!-- README: (.*?) -->", lambda m: sections[m[1]], markdown)
