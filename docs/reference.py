@@ -145,9 +145,10 @@ def showing() -> Iterator[None]:
 def put(before: Any, after: Any) -> None:
     """Replace a function of xformer.config in all modules that have it. A module that is imported
     later takes what xformer.config has then."""
+    attribute: str = before.__name__
     for name, module in list(sys.modules.items()):
-        if name.startswith("xformer.") and getattr(module, before.__name__, None) is before:
-            setattr(module, before.__name__, after)
+        if name.startswith("xformer.") and getattr(module, attribute, None) is before:
+            setattr(module, attribute, after)
 
 
 def below(name: str, own: Help) -> dict[str, Help]:
@@ -256,8 +257,7 @@ def keys_page() -> str:
     lines = ["# Keys of a recipe", "", KEYS, ""]
     lines += ["## The run", "", *key_entries(Recipe, "", skip=groups)]
     for name, field in groups.items():
-        schema = field.annotation
-        assert schema is not None
+        schema: Any = field.annotation
         lines += [f"## {name}.*", "", plain(getdoc(schema) or ""), ""]
         lines += key_entries(schema, f"{name}.")
     return "\n".join(lines)
@@ -266,7 +266,7 @@ def keys_page() -> str:
 KEYS = """A recipe is a TOML file of these keys, and `key=value` on the command line overrides one:
 
 ```
-xformer train pretrain/mini data=stores/english run=runs/english optim.lr=5e-4 train.steps=4000
+xformer train pretrain/mini data=stores/english run=runs/english optim.lr=5e-4
 ```
 
 Each key is followed by its type and its default. A key `optim.lr` is the key `lr` of the table
