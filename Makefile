@@ -6,6 +6,7 @@
 # make format          fix lint and format
 # make faults          kill processes, fill disks, damage files, lose ranks: about an hour on 2 cores
 # make bench DATA=DIR  compare the speed with transformers: about 40 minutes on 2 cores
+# make docs            build the site into site/: half a minute; needs no network once its packages are here
 # make gpu             check correctness and speed on a CUDA machine: about 8 minutes; writes docs/gpu.md
 # make gpu-pack        download into .gpu/ the packages that a CUDA machine without a network may lack
 # make clean           delete .venv and the build files
@@ -15,7 +16,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo reproduce test test-slow faults check format bench data-given gpu gpu-pack clean
+.PHONY: help demo reproduce test test-slow faults check format bench data-given docs gpu gpu-pack clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -63,6 +64,12 @@ bench: data-given .venv/ready
 data-given:
 	@test -n "$(DATA)" || { echo 'error: DATA is not set; type make bench DATA=DIR (docs/benchmarks.md says what DIR holds)' >&2; exit 2; }
 
+# the variable silences an announcement of mkdocs-material
+docs: .venv/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo 'open site/index.html'
+
 # "-" ignores a failure: without setuptools or a compiler, only the CPU operations are slower
 gpu:
 	if ls .gpu/*.whl >/dev/null 2>&1; then \
@@ -77,4 +84,4 @@ gpu-pack: .venv/ready
 	  pydantic pydantic-core annotated-types typing-inspection pytest pluggy iniconfig pygments
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build site *.egg-info
