@@ -293,7 +293,8 @@ def _settings(results: Results, stage: str, notes: Notes) -> Iterator[Section]:
     names = [row[0].row.replace(", ", "\n") for row in drawn]
     columns = [list(column) for column in zip(*drawn, strict=True)]
     columns = [[replace(cell, row=cell.column) for cell in column] for column in columns]
-    caption = f"The best {SHOWN} settings." if len(drawn) < len(cells) else ""
+    caption = "Bars show ± one standard deviation of three seeds or more."
+    caption += f" Only the best {SHOWN} settings are drawn." if len(drawn) < len(cells) else ""
     figure = Drawing(f"{stage}.svg", table_figure(table, columns, names), caption=caption)
     grid = Grid(["settings", *(cell.column for cell in cells[0])], rows)
     yield Section(table.title, about, figure, grid=grid, scores=_scores(cells, digits))
