@@ -272,22 +272,26 @@ def of_single_file(monkeypatch, tmp_path, tokenizer, count, *options):
     monkeypatch.setattr("sys.argv", ["preprocess.py", "task", "squad", *map(str, arguments)])
     cli.main()
     store = open_store(tmp_path / "s")
-    found = {}
+    by_split = {}
     for name in store.splits:
         column = store.split(name).columns["question.id"]
-        found[name] = {column.text(i) for i in range(len(column))}
-    return found, store
+        by_split[name] = {column.text(i) for i in range(len(column))}
+    return by_split, store
 
 
 def test_a_single_file_is_split_by_article(monkeypatch, tmp_path, tokenizer):
-    found, store = of_single_file(monkeypatch, tmp_path, tokenizer, 40)
-    assert {name: len(ids) for name, ids in found.items()} == {"train": 36, "valid": 2, "test": 2}
-    assert set.union(*found.values()) == {f"q{i}" for i in range(40)}
+    by_split, store = of_single_file(monkeypatch, tmp_path, tokenizer, 40)
+    assert {name: len(ids) for name, ids in by_split.items()} == {
+        "train": 36,
+        "valid": 2,
+        "test": 2,
+    }
+    assert set.union(*by_split.values()) == {f"q{i}" for i in range(40)}
     assert store.meta["origin"]["seed"] == 0
     again, _ = of_single_file(monkeypatch, tmp_path, tokenizer, 40, "--overwrite")
     other, _ = of_single_file(monkeypatch, tmp_path, tokenizer, 40, "--overwrite", "--seed", 1)
-    assert again == found
-    assert other != found
+    assert again == by_split
+    assert other != by_split
     test = ("--overwrite", "--test", write(tmp_path / "test.json", squad(question(0, "1973"))))
     given, _ = of_single_file(monkeypatch, tmp_path, tokenizer, 40, *test)
     assert {name: len(ids) for name, ids in given.items()} == {"train": 36, "valid": 4, "test": 1}

@@ -53,19 +53,21 @@ CHANCE = 1 / 3  # of the fine-tuning's accuracy: there are three dialects
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve that is compared: its stage, the event and the number of the log, and its name."""
+    """A curve that is compared: its stage, the event and the number of the log, its name, and the
+    largest possible value."""
 
     stage: str
     event: str
     value: str
     name: str
+    most: float = math.inf
 
 
 CURVES = (
     Curve("pretrain", "train", "loss", "pre-training, loss"),
     Curve("pretrain", "validation", "loss", "pre-training, validation loss"),
     Curve("finetune", "train", "loss", "fine-tuning, loss"),
-    Curve("finetune", "validation", "accuracy", "fine-tuning, validation accuracy"),
+    Curve("finetune", "validation", "accuracy", "fine-tuning, validation accuracy", 1.0),
 )
 
 
@@ -162,18 +164,18 @@ def points(curve: Curve, runs: list[Job]) -> tuple[list[float], np.ndarray]:
     return content["x"], np.array(content["values"])
 
 
-def band(seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The lower and the upper end of the band (S,) of the curves of several seeds (seeds, S).
+def band(seeds: np.ndarray, most: float = math.inf) -> tuple[np.ndarray, np.ndarray]:
+    """The lower and the upper end of the band (S,) of the curves of several seeds (seeds, S), whose
+    values lie between 0 and `most`.
 
     Half its width is WIDTH standard deviations. The variance is the mean over neighbouring points,
-    because so few seeds tell little about that of one point. Neither a loss nor an accuracy is
-    negative.
+    because so few seeds tell little about that of one point.
     """
     padded = np.pad(seeds.var(0, ddof=1), NEIGHBOURS, mode="edge")
     window = np.ones(2 * NEIGHBOURS + 1) / (2 * NEIGHBOURS + 1)
     deviation = np.sqrt(np.convolve(padded, window, mode="valid"))
     half = np.maximum(WIDTH * deviation, LEAST)
-    return np.maximum(seeds.mean(0) - half, 0.0), seeds.mean(0) + half
+    return np.maximum(seeds.mean(0) - half, 0.0), np.minimum(seeds.mean(0) + half, most)
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ class Comparison:
             what = f"the run did not log the steps {self.steps[0]:g} to {self.steps[-1]:g}"
             return _line(False, self.curve.name, what)
         i = len(self.steps) - 1 if self.outside is None else self.outside
-        low, high = (end[i] for end in band(self.seeds))
+        low, high = (end[i] for end in band(self.seeds, self.curve.most))
         what = f"step {self.steps[i]:g}: {self.ours[i]:.3f}, expected {low:.3f} to {high:.3f}"
         what = what if self.inside else f"leaves its band at {what}"
         return _line(self.inside, self.curve.name, what)
@@ -212,7 +214,7 @@ def compare(curve: Curve, expected: dict[str, Any], run: Job) -> Comparison:
     if not all(step in at for step in steps):
         return Comparison(curve, steps, seeds, None, None)
     ours = np.array([at[step] for step in steps])
-    low, high = band(seeds)
+    low, high = band(seeds, curve.most)
     outside = np.flatnonzero(~((low <= ours) & (ours <= high)))
     return Comparison(curve, steps, seeds, ours, int(outside[0]) if len(outside) else None)
 
@@ -277,7 +279,7 @@ def draw(compared: list[Comparison], best: float) -> Any:
     for number, one in enumerate(compared):
         axes = panels[places[number]]
         dots = one.curve.event == "validation"
-        low, high = band(one.seeds)
+        low, high = band(one.seeds, one.curve.most)
         axes.fill_between(one.steps, low, high, color=style.FAINT, alpha=0.3, lw=0)
         if one.ours is not None:
             colour = "C0" if one.inside else "C1"
