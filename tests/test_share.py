@@ -157,7 +157,7 @@ def test_the_card_of_a_run(forks: Forks, data: Toys, run: Path, tmp_path: Path) 
             assert f"| {split} | {name} | {value} | 3 |" in text
     store = open_store(data.classes)
     assert (
-        f"Data: `classes`. SHA-256 over the checksums of its token ids and labels: `{store.key}`"
+        f"Data: `classes`. SHA-256 of the checksums of its token ids and labels: `{store.key}`"
         in text
     )
     for split in store.splits:
@@ -295,7 +295,7 @@ def test_exports_that_are_refused(forks: Forks, run: Path, tmp_path: Path) -> No
     out = tmp_path / "out"
     refused(
         export(forks, "micro/english", out, "--trajectory"),
-        "micro/english is not a run with a trajectory; --trajectory needs a run with train.keep_at",
+        "micro/english has no trajectory; --trajectory needs a run that was made with train.keep_at",
     )
     refused(export(forks, run, out, "--license", "My licence"), "'My licence' is not an identifier")
     (tmp_path / "mine").mkdir()
