@@ -32,7 +32,7 @@ def pack(
     max_tokens: int = 128,
     masking: float = 0.0,
 ) -> Batch[Tensor]:
-    """Pack `texts` into a batch on the CPU for `model(batch)`, as a `collate_fn` must.
+    """Pack `texts` into a batch on the CPU, for `model(batch)`. A `collate_fn` can call this.
 
     `labels` are N class numbers or N scores. With `texts_b` the rows are pairs. A text is truncated
     so that its row has at most `max_tokens` tokens, special tokens included. `masking` is the

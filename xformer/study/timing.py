@@ -1,7 +1,7 @@
 """Time the first steps of a study's runs, to estimate how long the study will take.
 
-One run of each kind (the same model, batches and rows) is timed. OUTPUT/timings.json keeps the
-result, until a finished run of the kind gives a better one.
+One run of each kind (the same model, batches and rows) is timed, and OUTPUT/timings.json keeps its
+speed. If a run of the kind has finished, the speed of that run is used instead.
 """
 
 from __future__ import annotations
