@@ -292,7 +292,7 @@ def draw(compared: list[Comparison], best: float) -> Any:
     for axes, title, name in zip(panels, titles, names, strict=True):
         axes.fill_between([], [], color=style.FAINT, alpha=0.3, lw=0, label="expected")
         axes.set(title=title, xlabel="step", ylabel=name)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.03 if name == names[-1] else None)
     panels[0].axhline(best, color=style.FAINT, ls="--", lw=1.2, label="the best possible")
     panels[1].axhline(math.log(1 / CHANCE), color=style.FAINT, ls=":", lw=1.2, label="chance")
     panels[2].axhline(CHANCE, color=style.FAINT, ls=":", lw=1.2, label="chance")
