@@ -44,7 +44,7 @@ from xformer.study.spec import Study, read_study
 
 EXPECTED = Path(__file__).with_name("expected.json")
 SCALE = "mini"
-WIDTH = 4.0  # half the width of a band, in standard deviations over seeds
+WIDTH = 5.0  # half the width of a band, in standard deviations over seeds
 NEIGHBOURS = 2  # points on each side over which the deviation is averaged
 LEAST = 0.05  # half the width of a band, at least, in nats or as a share of right answers
 STORES = ("made.text", "made.task")
