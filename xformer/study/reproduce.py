@@ -44,7 +44,7 @@ from xformer.study.spec import Study, read_study
 
 EXPECTED = Path(__file__).with_name("expected.json")
 SCALE = "mini"
-WIDTH = 4.0  # half the width of a band, in standard deviations over seeds
+WIDTH = 5.0  # half the width of a band, in standard deviations over seeds
 NEIGHBOURS = 2  # points on each side over which the deviation is averaged
 LEAST = 0.05  # the least half-width of a band, in nats or as a share of right answers
 STORES = ("made.text", "made.task")
@@ -293,7 +293,7 @@ def draw(compared: list[Comparison], best: float) -> Any:
     for axes, title, name in zip(panels, titles, names, strict=True):
         axes.fill_between([], [], color=style.FAINT, alpha=0.3, lw=0, label="expected")
         axes.set(title=title, xlabel="step", ylabel=name)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.03 if name == names[-1] else None)
     panels[0].axhline(best, color=style.FAINT, ls="--", lw=1.2, label="the best possible")
     panels[1].axhline(math.log(1 / CHANCE), color=style.FAINT, ls=":", lw=1.2, label="chance")
     panels[2].axhline(CHANCE, color=style.FAINT, ls=":", lw=1.2, label="chance")
