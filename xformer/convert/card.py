@@ -1,8 +1,8 @@
 """The model card of an exported checkpoint: README.md with the front matter that the Hugging Face
 hub reads.
 
-A card states only what the checkpoint and its run have recorded. It shows only the last name of a
-path, because the folders above may be private.
+A card states only what the checkpoint and its run have recorded, and leaves out the rest. Of paths
+it shows the last name, because the others may be private.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ EXAMPLE = 'outputs = model(**tokenizer("one text", return_tensors="pt"))'  # wit
 
 @dataclass(frozen=True)
 class Training:
-    """What a run recorded about one of its checkpoints. `starts` has the settings and the
-    environment of each start of the run up to the checkpoint; the last start made it. `key` is the
-    SHA-256 of the store's content. `store` is None if the store no longer exists."""
+    """What a run recorded about one of its checkpoints. `starts` are the settings and environments
+    up to its step; the last one made it. `key` is the SHA-256 of the store's content, and `store`
+    is None if the store is not there any more."""
 
     starts: list[dict[str, Any]]
     key: str
@@ -71,8 +71,8 @@ class Training:
 
 @dataclass(frozen=True)
 class Card:
-    """A model card. `name` is the name of the exported directory. If there are several revisions,
-    `revisions` are their names, and `revision` is the name of this one."""
+    """A model card. `name` is the name of the exported directory, `revisions` are the names of all
+    revisions if there are several, and `revision` is this one."""
 
     checkpoint: Checkpoint
     name: str
@@ -121,7 +121,7 @@ def training_of(path: Path) -> Training | None:
 
 
 def step_of(path: Path) -> int | None:
-    """The step in the name of a checkpoint in a run's directory; None if it has no such name."""
+    """The step of a checkpoint in a run's directory; None if the name is not that of a step."""
     step = path.name.removeprefix("step_")
     return int(step) if step.isdecimal() and step != path.name else None
 
@@ -257,8 +257,8 @@ def _revisions(card: Card) -> str:
     return (
         f"## Revisions\n\nThe training run kept these checkpoints: {names}. The number is that of "
         f"the optimizer step.{main} To load one of them from the hub, add "
-        f'`revision="{card.revisions[0]}"` to both calls of `from_pretrained`. On your disk each '
-        "of them is a directory: give its path instead."
+        f'`revision="{card.revisions[0]}"` to both calls of `from_pretrained`. On a disk each of '
+        "them is a directory of its own: give its path instead."
     )
 
 
@@ -311,7 +311,7 @@ def _data(training: Training) -> list[str]:
     """The stores with their checksum and, if they are still there, their splits and sources."""
     names = ", ".join(map(_code, training.data))
     lines = [
-        f"Data: {names}. SHA-256 of the checksums of its token ids and labels: "
+        f"Data: {names}. SHA-256 over the checksums of its token ids and labels: "
         f"{_code(training.key)}"
     ]
     if training.store is None:
@@ -331,7 +331,7 @@ def _data(training: Training) -> list[str]:
 
 
 def _environments(training: Training) -> list[str]:
-    """The versions and the processor. If the run was resumed in other environments, all of them."""
+    """The versions and the processor. If the run was resumed in another environment, each one."""
     lines: list[str] = []
     for start in training.starts:  # early versions recorded less
         environment = start["environment"]
@@ -348,9 +348,9 @@ def _environments(training: Training) -> list[str]:
 
 
 def _recipe(training: Training, model: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run as a recipe, without the run's directory, and with paths shortened.
+    """The settings of a run as a recipe: without the run's directory, and with names for paths.
 
-    If the run has `init`, that checkpoint decides the shape, so model.* has only dropout.
+    A run with `init` has the shape of that checkpoint. Of model.* its recipe has only dropout.
     """
     recipe = {k: v for k, v in training.config.items() if k not in ("run", "overwrite")}
     data = training.data
@@ -425,8 +425,8 @@ def _code_free(text: str) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """A value in which spaces replace all characters that are not printable, because YAML refuses
-    some of them."""
+    """A value whose texts have a space for every character that is not printable; YAML refuses
+    some of these characters."""
     if isinstance(value, dict):
         return {key: _printable(v) for key, v in value.items()}
     if isinstance(value, list):
@@ -437,7 +437,7 @@ def _printable(value: Any) -> Any:
 
 
 def _without_paths(value: Any) -> Any:
-    """A value without entries that are None. Every absolute path is replaced by its last name."""
+    """A value without its entries that are None, and with the last name of every absolute path."""
     if isinstance(value, dict):
         return {key: _without_paths(v) for key, v in value.items() if v is not None}
     if isinstance(value, list | tuple):
