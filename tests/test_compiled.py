@@ -204,7 +204,8 @@ class Lengths:
 
     def __init__(self, lengths: np.ndarray, longest: int):
         self.lengths, self.max_tokens, self.extra = lengths, longest, 2
-        self.split: Any = type("Split", (), {"together": 1, "columns": {}})
+        self.labels_words = False
+        self.split: Any = type("Split", (), {"together": 1})
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         return self.lengths[rows]

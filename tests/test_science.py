@@ -368,8 +368,8 @@ def test_a_start_that_is_not_finite_is_refused(
 CANNOT_READ = """
 from xformer import train
 plain = train.prepare
-def prepare(recipe, ranks):
-    job = plain(recipe, ranks)
+def prepare(*given):
+    job = plain(*given)
     name = "encoder.embeddings.word.weight"
     table = job.start.weights[name].clone()
     table[job.start.tokenizer.pieces.index("[UNK]")] = float("nan")

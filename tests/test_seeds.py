@@ -97,8 +97,8 @@ def test_a_run_with_seeds_apart_goes_on(forks: Forks, data: Toys, tmp_path: Path
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("seed=x", ["seed.all='x'", "integer"]),
-        ("seed=-1", ["seed.all=-1", "greater than or equal to 0"]),
+        ("seed=x", ["seed='x'", "integer"]),
+        ("seed=-1", ["seed=-1", "greater than or equal to 0"]),
         ("seed.order=1.5", ["seed.order=1.5", "integer"]),
         ("seed.ordr=1", ["unknown key seed.ordr", "did you mean seed.order?"]),
     ],
