@@ -1,17 +1,17 @@
 # make demo            pre-train, fine-tune and report on text that comes with Python: 5 to 7 minutes on 2 cores
-# make reproduce       train a small model and compare its loss curves with the expected ones: a minute
+# make reproduce       train a small model, compare its loss curves with the expected ones: a minute
 # make test            run the suite: 7 minutes on 2 cores
 # make test-slow       build the wheel and use it outside the checkout; run the notebooks: about 10 minutes
 # make check           check lint, format and types
 # make format          fix lint and format
 # make faults          kill processes, fill disks, damage files, lose ranks: about an hour on 2 cores
 # make bench DATA=DIR  compare the speed with transformers: about 40 minutes on 2 cores
-# make docs            build the site into site/: half a minute; needs no network once its packages are here
+# make docs            build the site in site/: half a minute; downloads packages only the first time
 # make gpu             check correctness and speed on a CUDA machine: about 8 minutes; writes docs/gpu.md
-# make gpu-pack        download into .gpu/ the packages that a CUDA machine without a network may lack
+# make gpu-pack        download packages into .gpu/ for a CUDA machine that has no network
 # make clean           delete .venv and the build files
 # All except gpu and clean first create the environment .venv if it is missing. PYTHON=python3.12 chooses its
-# Python. make gpu runs that Python without .venv, uses its PyTorch, and installs only what is in .gpu/.
+# Python. make gpu uses that Python and its PyTorch without .venv, and installs only the packages in .gpu/.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -64,7 +64,7 @@ bench: data-given .venv/ready
 data-given:
 	@test -n "$(DATA)" || { echo 'error: DATA is not set; type make bench DATA=DIR (docs/benchmarks.md says what DIR holds)' >&2; exit 2; }
 
-# the variable silences an announcement of mkdocs-material
+# NO_MKDOCS_2_WARNING silences an announcement of mkdocs-material
 docs: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -1,7 +1,7 @@
 """The pages of the site that are generated from the code, made by a hook of MkDocs (mkdocs.yml).
 
-The hook writes a page for each command, one for the keys of a recipe, one for the tasks and one for
-the recipes. They say what `--help` says, and no file of them is kept. The hook also fills the
+The hook makes a page for each command, one for the keys of a recipe, one for the tasks and one for
+the recipes. They have the texts of `--help`, and exist only in the site. The hook also inserts
 sections of README.md into docs/index.md.
 """
 
@@ -76,8 +76,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def readme() -> dict[str, str]:
-    """The sections of README.md by heading, with links as seen from docs/. That of the first
-    heading has no heading."""
+    """The sections of README.md by heading, with links relative to docs/. The first section is
+    returned without its heading."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"\]\(docs/", "](", text).replace("](CHANGELOG.md", "](changelog.md")
     parts = re.split(r"(?m)^#+ (.*)\n", text)
@@ -90,8 +90,8 @@ def readme() -> dict[str, str]:
 
 
 class Shown(Exception):
-    """Raised in place of printing a help: the parser of argparse, or the settings class with the
-    text above its keys."""
+    """Raised instead of printing a help. `what` is the parser of argparse, or the settings class;
+    `text` is the text above its arguments or keys."""
 
     def __init__(self, what: CommandParser | type[BaseModel], text: str = ""):
         super().__init__()
@@ -99,7 +99,8 @@ class Shown(Exception):
 
 
 class Help(NamedTuple):
-    """The help of a command: its description and what explains its arguments, if it has any."""
+    """The help of a command: its description, and the parser or settings class that explains its
+    arguments, if it has any."""
 
     text: str
     what: CommandParser | type[BaseModel] | None = None
@@ -143,8 +144,8 @@ def showing() -> Iterator[None]:
 
 
 def put(before: Any, after: Any) -> None:
-    """Replace a function of xformer.config in all modules that have it. A module that is imported
-    later takes what xformer.config has then."""
+    """Replace a function of xformer.config in all modules that have imported it. A module that is
+    imported later gets the function that xformer.config has then."""
     attribute: str = before.__name__
     for name, module in list(sys.modules.items()):
         if name.startswith("xformer.") and getattr(module, attribute, None) is before:
@@ -152,8 +153,8 @@ def put(before: Any, after: Any) -> None:
 
 
 def below(name: str, own: Help) -> dict[str, Help]:
-    """The sub-commands of a command without argparse: words of its help after its name, or first on
-    an indented line, that have a help of their own."""
+    """The sub-commands of a command without argparse. They are words of its help, after the
+    command's name or at the start of an indented line, that have a help of their own."""
     words = dict.fromkeys(re.findall(rf"xformer {name} ([a-z]+)\b(?![/-])", own.text))
     words |= dict.fromkeys(re.findall(r"(?m)^    ([a-z]+) {2,}\S", own.text))
     helps: dict[str, Help] = {}
@@ -169,7 +170,7 @@ def below(name: str, own: Help) -> dict[str, Help]:
 
 
 def plain(text: str) -> str:
-    """A text of a help as Markdown, in which only what is between backticks is code."""
+    """A text of a help as Markdown. Only text between backticks is code."""
     parts = text.replace("%%", "%").split("`")
     parts[::2] = [re.sub(r"([\\*_<>|\[\]])", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts)
@@ -243,7 +244,7 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Arg
 
 
 def usage_of(parser: argparse.ArgumentParser) -> str:
-    """The usage of a command without line ends, at which a page would break it again."""
+    """The usage of a command in one line, because a page wraps it again."""
     words = parser.format_usage().removeprefix("usage: ").split()
     return " ".join(word for word in words if word != "[-h]")
 

@@ -371,8 +371,8 @@ def test_rows_of_any_iterator_become_a_store(english: Checkpoint, tmp_path: Path
         ({"train": [3]}, (), r"row 0 of the split 'train' is 3; it must be a text"),
         ({"train": ["a", ("b", 1)]}, (), r"row 1 of the split 'train' is \('b', 1\); it must be"),
         ({"train": [("a", 1), (2, 1)]}, "xy", r"row 1 .*must be \(text, label\)"),
-        ({"train": [("a", "z")]}, "xy", "the label 'z' is not one of x, y"),
-        ({"train": [("a", 2)]}, "xy", "the label 2 is not one of x, y"),
+        ({"train": [("a", "z")]}, "xy", "the label 'z' is neither one of x, y nor"),
+        ({"train": [("a", 2)]}, "xy", "the label 2 is neither one of x, y nor"),
         ({"train": [("a", "x")]}, (), "the label 'x' is not a number; give the names"),
     ],
 )

@@ -295,7 +295,8 @@ def test_exports_that_are_refused(forks: Forks, run: Path, tmp_path: Path) -> No
     out = tmp_path / "out"
     refused(
         export(forks, "micro/english", out, "--trajectory"),
-        "micro/english is not a run with a trajectory; --trajectory needs a run with train.keep_at",
+        "micro/english has no trajectory; --trajectory needs a run that was made with "
+        "train.keep_at",
     )
     refused(export(forks, run, out, "--license", "My licence"), "'My licence' is not an identifier")
     (tmp_path / "mine").mkdir()

@@ -168,7 +168,7 @@ def html_of(results: Results, outcomes: dict[str, pool.Outcome], directory: Path
         ("[stages.pretrain]", "[stages.pretrained]", "there is no 'pretrain'"),
         ('stage = "finetune"', 'stage = "finetun"', "did you mean finetune?"),
         ('rows = "start"', 'rows = "begin"', "there is no 'begin'"),
-        ("[50.0, 99.0]", "[50.0]", "'pretrained' has 1 numbers, its columns are 2"),
+        ("[50.0, 99.0]", "[50.0]", "'pretrained' has 1 numbers, but there are 2 columns"),
         ('than.start = "scratch"', 'than.start = "clean"', "there is no 'clean'"),
         (
             "vary.seed = [0, 1]",

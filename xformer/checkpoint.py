@@ -76,8 +76,8 @@ class Checkpoint:
 
     @property
     def max_tokens(self) -> int:
-        """The length to which rows are truncated, in tokens: that of the head's training, if the
-        model accepts it."""
+        """The length in tokens to which rows are truncated: as in the training of the head, but at
+        most what the model accepts."""
         longest = self.config.max_positions
         return longest if self.head is None else min(self.head.max_tokens, longest)
 
@@ -117,10 +117,10 @@ class Checkpoint:
         return replace(self, weights=weights, head=head)
 
     def with_weights(self, model: Model) -> Checkpoint:
-        """This checkpoint with a copy of the weights of `model`, which a program has trained.
+        """This checkpoint with a copy of the weights of `model`, which your program has trained.
 
-        The history records that a program changed them. Raises BadInput if the model has other
-        weights than the checkpoint.
+        The history records that a program changed the weights. Raises BadInput if the names or
+        shapes of the model's weights differ from the checkpoint's.
         """
         weights = {name: w.detach().cpu().clone() for name, w in model.state_dict().items()}
         check_weights(weights, self.weights, "the model")
@@ -138,9 +138,9 @@ class Checkpoint:
     ) -> np.ndarray:
         """The vectors of texts, (N, C) float32; or of one text, (C,).
 
-        `vectors_of` of xformer.texts explains the arguments. `device` is where they are computed;
-        by default CUDA if there is a GPU. Every call builds the model. To encode many small lists,
-        build it once with `model()` and call `vectors_of`.
+        `vectors_of` of xformer.texts explains the arguments. The vectors are computed on `device`,
+        by default on a GPU if there is one. Every call builds the model anew. To encode many small
+        lists, build the model once with `model()`, and call `vectors_of`.
         """
         given = [texts] if isinstance(texts, str) else list(texts)
         on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -159,8 +159,8 @@ class Checkpoint:
 
 
 def changed_weights(before: Checkpoint, after: Checkpoint) -> tuple[list[str], list[str]]:
-    """The names of the weights of `after` that are new, and of those of `before` that it has not
-    kept."""
+    """Two lists of names: the weights of `after` that are new, and the weights of `before` that
+    `after` has not kept."""
     new = [name for name, w in after.weights.items() if w is not before.weights.get(name)]
     return new, [name for name, w in before.weights.items() if w is not after.weights.get(name)]
 
@@ -175,7 +175,7 @@ def check_head(config: ModelConfig, task: Task | type[Task]) -> None:
 
 
 def parts_of(weights: Collection[str]) -> list[str]:
-    """Those heads of the weights that `Model` takes as `parts`: "pooler" and "pair_head"."""
+    """Which of "pooler" and "pair_head" the weights have, for the argument `parts` of `Model`."""
     return [part for part in ("pooler", "pair_head") if f"{part}.weight" in weights]
 
 
@@ -278,8 +278,8 @@ def save(
     state: dict[str, Any] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a checkpoint as a directory that appears only when it is complete. A run also saves
-    `optimizer` and `state`, which it needs to continue.
+    """Write a checkpoint as a directory, which appears only when it is complete. A run also saves
+    `optimizer` and `state`, because it needs them to continue.
 
     Raises BadInput if `path` exists and `overwrite` is false. `check` is called last: if it raises,
     the directory is not written.

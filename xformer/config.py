@@ -137,7 +137,7 @@ def _nearest_recipe(path: Path) -> str:
     beside = {file.stem: file.name for file in path.parent.glob("*.toml")}
     in_folder = [name for name in names if name.startswith(f"{path.parent.name}/")]
     stems = [{n.partition("/")[2]: n for n in some} for some in (in_folder, reversed(names))]
-    for known in (beside, *stems):  # of equal stems, that of a study comes last
+    for known in (beside, *stems):  # if stems are equal, a study's comes last
         if close := difflib.get_close_matches(path.stem, known, 1):
             return f"; did you mean {known[close[0]]}?"
     folders = (path.parent.name, path.stem)
@@ -182,8 +182,8 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _make_absolute(values: dict[str, Any], folder: Path) -> None:
-    """Make the paths of the recipes of a study's stages absolute. They are relative to the study's
-    `folder`, but another study, which is based on it, may be in another folder."""
+    """Make the recipe paths in a study's stages absolute. They are relative to the study's
+    `folder`, but a study that is based on this one may be in another folder."""
     scales = values.get("scales")
     parts = [values, *(scales.values() if isinstance(scales, dict) else ())]
     for part in filter(lambda part: isinstance(part, dict), parts):
@@ -267,7 +267,8 @@ def refuse_moved(values: Mapping[str, Any], known: Collection[str] = MOVED.value
 
 
 def _refuse_nul(values: dict[str, Any]) -> None:
-    """Raise BadInput that names the key if a text contains a NUL character, which paths cannot."""
+    """Raise BadInput if a text contains a NUL character, which no path can contain. The message
+    names the key."""
     left: list[tuple[str, Any]] = [("", values)]
     while left:  # a loop, because values may be nested too deeply for a recursion
         name, value = left.pop()
@@ -282,8 +283,8 @@ def _refuse_nul(values: dict[str, Any]) -> None:
 def _complaints(
     schema: type[Settings], values: dict[str, Any], errors: list[ErrorDetails]
 ) -> list[str]:
-    """pydantic's errors as lines. Of the errors for one value, which has one for each type that it
-    may have, the first is taken, or the one about a part of the value."""
+    """pydantic's errors as lines, at most one for each value. pydantic reports an error for every
+    type that a value may have. If one is about a part of the value it is kept, else the first."""
     lines: dict[tuple[str | int, ...], str] = {}
     for error in errors:
         place = _place(values, error)
@@ -432,7 +433,8 @@ def _is_group(annotation: Any) -> TypeGuard[type[BaseModel]]:
 
 def help_text(schema: type[BaseModel], title: str | None = None) -> str:
     """The text of --help: the docstring of the running program (or `title`), then the type, the
-    default and the description of each key. Commands are spelt as this user types them."""
+    default and the description of each key. Commands are spelt as the user has typed this one:
+    `xformer train` or `python train.py`."""
     title = sys.modules["__main__"].__doc__ if title is None else title
     return typed("\n".join([(title or "").strip(), "", "Keys:", *_help_lines(schema, "")]))
 

@@ -1,4 +1,4 @@
-"""Write the vectors of texts that a checkpoint computes."""
+"""Compute a vector for each of some texts with a checkpoint, and write the vectors to a file."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ class EncodeConfig(Settings):
     texts. It may be compressed with gzip or zstd. An empty line of a text file is an empty
     text."""
     out: str
-    """The file to write, with one vector per text, in the order of the input. A name that ends in
-    .npy gives an array (texts, width) of float32, one in .h5 the same array as the dataset
-    `vectors`, and one in .tsv a line of numbers per text, which the projector of TensorBoard
-    reads."""
+    """The file to write, with one vector per text, in the order of the input. Its extension decides
+    the format. .npy: an array (texts, width) of float32. .h5: the same array, as the dataset
+    `vectors`. .tsv: a line of numbers per text, for the projector of TensorBoard."""
     column: str | None = None
     """The column of the texts, if the input is a table. Default: text."""
     pooling: Literal["mean", "first"] = "mean"
@@ -106,8 +105,8 @@ def parse_arguments(arguments: list[str]) -> EncodeConfig:
 
 
 def write_vectors(out: Path, vectors: np.ndarray, record: dict[str, object]) -> None:
-    """Write vectors atomically, in the format that the name of the file tells. In HDF5, `record`
-    becomes the attributes of the dataset."""
+    """Write vectors atomically, in the format of the file's extension. In HDF5, `record` becomes
+    the attributes of the dataset."""
     content = BytesIO()
     if out.suffix == ".npy":
         np.save(content, vectors)

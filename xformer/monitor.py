@@ -92,7 +92,7 @@ class Monitor:
 
     def describe(self, starts: list[dict[str, Any]]) -> None:
         """Show the sizes, settings and versions of a run on TensorBoard's text page. `starts` is
-        the entry of config.json. There is a text for each start that changed something, at its
+        the entry `starts` of config.json. Each start that changed something has a text, at its
         first step. Call this after the event "start"."""
         if self.active:
             self.starts = starts
@@ -169,7 +169,8 @@ class Monitor:
             self.board.numbers(record["step"], record["time"], points)
 
     def _draw_starts(self, least: int) -> None:
-        """Show the starts whose first step is at least `least`; that of the first start is 0."""
+        """Show the starts whose first step is at least `least`. The first start of a run counts as
+        step 0."""
         steps = [start["step"] and start["step"] + 1 for start in self.starts]
         if max(steps, default=-1) >= least:
             begun = next((r for r in records(self.run) if r["event"] == "start"), {})
@@ -286,8 +287,8 @@ def cut_log(run: Path, step: int) -> str:
 
     If lines up to `step` cannot be read, keeps a copy of the damaged log and returns a line that
     says so; otherwise returns "". An incomplete last line does not count as damage, because a
-    killed run can leave one. The log is flushed before a checkpoint is written, so an incomplete
-    line is of a step after the checkpoint, which will be repeated.
+    killed run can leave one. The log is flushed before a checkpoint is written. So an incomplete
+    line belongs to a step after the checkpoint, and this step will be repeated.
     """
     path = run / "log.jsonl"
     content = path.read_bytes() if path.exists() else b""

@@ -1,4 +1,4 @@
-"""Prepare a run: everything that its recipe names is opened, built and checked."""
+"""Prepare a run: open, build and check everything that its recipe names."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ class Setup:
 def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = None) -> Setup:
     """Open and check everything that a recipe names. Writes nothing. Raises BadInput.
 
-    `overrides` are the keys that the user typed. The other values of model.* are those of a
-    recipe's file, which give way to the checkpoint of `init=`. By default all count as typed.
+    `overrides` are the keys that the user typed. Other values of model.* come from the recipe's
+    file, and the checkpoint of `init=` replaces them. By default all keys count as typed.
 
     The setup's recipe has the values that the run uses: fp32 or bf16 in place of
     `system.precision=auto`, the model's length in place of `batch.max_tokens=0`, and the shape of
@@ -142,7 +142,7 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     if "valid" in store.splits and not task.has_labels(store.split("valid")):
         raise BadInput(
             f"{store.name}: the split 'valid' has no labels, so that the run cannot be validated; "
-            "make the store again with labels for it, or without it"
+            "make the store again with labels for this split, or without the split"
         )
     train_assembler = Assembler(split, start.tokenizer, recipe.batch.max_tokens, array)
     before, start = start, start.with_head(head, recipe.seed.of("weights"))
@@ -213,8 +213,8 @@ def _with_shape(recipe: Recipe, start: Checkpoint) -> tuple[Recipe, list[str]]:
 
 
 def _with_length(recipe: Recipe, start: Checkpoint, store: Store) -> Recipe:
-    """The recipe with the longest row that the model takes in place of `batch.max_tokens=0`. Raises
-    BadInput if the store has a longer row."""
+    """The recipe, in which the length of the model's longest row replaces `batch.max_tokens=0`.
+    Raises BadInput if the store has a longer row."""
     if recipe.batch.max_tokens:
         return recipe
     most = start.config.max_positions
@@ -222,8 +222,8 @@ def _with_length(recipe: Recipe, start: Checkpoint, store: Store) -> Recipe:
         rows = Assembler(store.split(name), start.tokenizer, most)
         if (longest := rows.longest()) > most:
             raise BadInput(
-                f"{store.name}: the longest row of {name} has {longest} tokens with the special "
-                f"ones, but the model takes {most}; make the store again with --max-tokens "
+                f"{store.name}: the longest row of {name} has {longest} tokens, special tokens "
+                f"included, but the model takes {most}; make the store again with --max-tokens "
                 f"{most - rows.extra}, or give batch.max_tokens={most}, which truncates rows"
             )
     batch = recipe.batch.model_copy(update={"max_tokens": most})
@@ -233,8 +233,8 @@ def _with_length(recipe: Recipe, start: Checkpoint, store: Store) -> Recipe:
 
 
 def _head(recipe: Recipe, store: Store, samples: Samples) -> Head:
-    """The description of the run's head. Raises BadInput if the store does not fit the settings of
-    pairs or of class weights."""
+    """The description of the run's head. Raises BadInput if the settings for pairs or for class
+    weights do not fit the store."""
     kind, scale = TASKS[recipe.head], _pair_scale(recipe, store)
     return Head(
         recipe.head,
@@ -319,8 +319,8 @@ def check_data(recipe: Recipe, kind: str, splits: Collection[str], store: object
 def with_settings(
     config: ModelConfig, wanted: ModelConfig, overrides: Collection[str] | None = None
 ) -> ModelConfig:
-    """A checkpoint's model config with the dropout that is `wanted`. Raises BadInput that names all
-    keys in which they differ otherwise, among the `overrides` (None: all keys)."""
+    """A checkpoint's model config with the dropout of `wanted`. Raises BadInput that names all
+    other keys in which the two differ, among the `overrides` (None: all keys)."""
     refused = {
         f"model.{name}": values
         for name, values in _differing(config, wanted).items()
@@ -337,8 +337,8 @@ def with_settings(
 
 
 def _differing(config: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[object, object]]:
-    """The settings of a shape, except its dropout, that a checkpoint has otherwise: the wanted
-    value and the checkpoint's, by name."""
+    """The settings, except dropout, in which the wanted shape differs from a checkpoint's `config`:
+    {name: (wanted value, the checkpoint's)}."""
     names = [name for name in ModelConfig.model_fields if name in wanted.model_fields_set]
     pairs = {name: (getattr(wanted, name), getattr(config, name)) for name in names}
     return {
@@ -374,14 +374,16 @@ def _class_weights(recipe: Recipe, store: Store, samples: Samples) -> tuple[floa
         return ()
     if not TASKS[recipe.head].takes_class_weights:
         named = ", ".join(f"loss.{name}" for name in sorted(loss.model_fields_set))
-        raise BadInput(f"{named}: head={recipe.head} has no such setting; head=classify has")
+        raise BadInput(
+            f"{named}: head={recipe.head} has no such setting; leave it out, or use head=classify"
+        )
     if loss.class_weights == "balanced":
         rows, _ = samples.at(np.arange(samples.per_epoch))
         return balanced(np.asarray(split.columns["label"])[rows], len(store.labels))
     if loss.class_weights and len(loss.class_weights) != len(store.labels):
         raise BadInput(
             f"loss.class_weights has {len(loss.class_weights)} weights; {store.name} has the "
-            f"classes {', '.join(store.labels)}"
+            f"classes {', '.join(store.labels)}; give one weight for each"
         )
     return tuple(float(weight) for weight in loss.class_weights)
 
@@ -392,7 +394,7 @@ def _parts(names: list[str]) -> list[str]:
 
 def _metric(recipe: Recipe, task: Task, store: Store) -> str:
     """The metric that decides which checkpoint is the best. Raises BadInput if validation does not
-    give it."""
+    compute it."""
     metric = recipe.train.metric or task.default_metric(task.head.metric)
     split = store.split("valid" if "valid" in store.splits else "train")
     known = task.metrics_on(split) if recipe.train.metric else task.metrics
@@ -430,8 +432,8 @@ def warmup_share(setup: Setup, length: int) -> float:
 
 
 def identity_of(setup: Setup) -> dict[str, Any]:
-    """The settings that are compared when a run continues. What it reads is identified by its
-    content: the store, the initial checkpoint, and what the operations of `surgery` read."""
+    """The settings that are compared when a run continues. The content of what it reads replaces
+    the paths: of the store, the initial checkpoint, and the inputs of the `surgery` operations."""
     config = setup.recipe.model_dump(mode="json")
     identity = {k: v for k, v in config.items() if k not in ("run", "overwrite", "system")}
     identity["data"] = setup.store.key

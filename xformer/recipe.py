@@ -51,7 +51,8 @@ class Seeds(Settings):
 
     @model_serializer(mode="wrap")
     def _shortest(self, plain: SerializerFunctionWrapHandler) -> Any:
-        """One number if nothing overrides it, as in runs from before `seed.weights` existed."""
+        """Only the number of `all` if nothing overrides it. Runs from before `seed.weights` existed
+        have this form."""
         seeds = {name: value for name, value in plain(self).items() if value is not None}
         return self.all if seeds.keys() == {"all"} else seeds
 
@@ -80,8 +81,8 @@ class BatchConfig(Settings):
     def _room_for_a_token(cls, value: int) -> int:
         if value in (1, 2):
             raise ValueError(
-                f"batch.max_tokens={value} has no room beside two special tokens; give 3 or more, "
-                "or 0 for the longest rows that the model accepts"
+                f"batch.max_tokens={value} has no room for text beside two special tokens; give "
+                "3 or more, or 0 for the longest rows that the model accepts"
             )
         return value
 
@@ -102,7 +103,8 @@ class LossConfig(Settings):
     """Changes to the training loss of head=classify. Validation uses the plain loss."""
 
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """Share of each label's mass that is spread evenly over all classes (Szegedy et al. 2016)."""
+    """Share of each label's probability that is spread evenly over all classes (Szegedy et al.
+    2016)."""
     class_weights: Literal["balanced"] | tuple[float, ...] = ()
     """Weight of each class, in the order of the store's labels. "balanced" makes them inversely
     proportional to the number of training rows of each class, with a mean of 1 over the rows.
@@ -140,13 +142,14 @@ class TrainConfig(Settings):
     keep_every: int = Field(0, ge=0)
     """Also keep the checkpoints of steps that are multiples of this; 0 keeps none of them."""
     keep_at: str | tuple[int | str, ...] = ()
-    """When to keep a copy of the weights, in RUN/trajectory: "log" (step 0, powers of two, then
-    every twentieth of the run), "log:500" (at powers of two, then every 500 steps), or steps,
-    tokens (special tokens included) and words of the raw text: one, such as 10K words, or a list,
-    such as [0, 100, "5M tokens", "1M words"]."""
+    """When to keep a copy of the weights in RUN/trajectory. "log": at step 0, at powers of two,
+    then at every twentieth of the run. "log:500": at step 0, at powers of two, then every 500
+    steps. "10K words": when this much was read; the units are steps, tokens (special tokens
+    included) and words of the raw text. A list: at several of these, such as [0, 100, "5M tokens",
+    "1M words"]; a bare number counts steps."""
     keep_state: bool = True
-    """Whether a finished run can be extended. false keeps only the weights of the selected
-    checkpoint. They are a third of the checkpoint or less."""
+    """true keeps what a finished run needs to be extended. false keeps only the weights of the
+    selected checkpoint, a third of the size or less."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of the log; each line is a mean over the steps since the last."""
     select: Literal["best", "last"] = "best"
@@ -194,7 +197,7 @@ class Recipe(Settings):
     """Directory of the run. Repeat the command to resume a stopped run."""
     init: str | None = None
     """The checkpoint or finished run to start from. Without it, a model with the shape in model.*
-    is initialised at random. A recipe with init = "" asks for one."""
+    is initialised at random. In a recipe, init = "" means that the command must give one."""
     head: TaskName
     """What to predict: masked tokens (mlm), a class (classify), a score (regress), the span of an
     answer (span), the class of each word (tag), or the right one of several endings (choice)."""

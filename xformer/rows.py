@@ -1,6 +1,7 @@
 """The rows of a training step, computed again from the recipe.
 
-They are exactly those that the run read, because nothing random in a run has a memory.
+They are exactly those that the run read, because the order of the rows and the masks depend only on
+the seeds and the step.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ def print_rows(run: Path, config: RowsConfig) -> None:
 def batches_of(
     run: Path, step: int, data: Any = None
 ) -> tuple[Setup, int, int, list[tuple[int, int, Batch[np.ndarray]]]]:
-    """The micro-batches of a step of a run, computed again: the setup, the first sample of the step
-    and the sample after it, and each micro-batch with its rank and its number.
+    """Compute the micro-batches of a run's step again. Returns the setup, the first sample of the
+    step and the first one after it, and each micro-batch with its rank and its number.
 
     `data` replaces the path of the store. Raises BadInput if the run has no such step, or if the
-    store or the initial checkpoint are not those that the run was made with.
+    store or the initial checkpoint has changed since the run was made.
     """
     if not is_run(run / "config.json"):
         raise BadInput(f"{run} is not a run: it has no config.json that training wrote")
@@ -104,8 +105,9 @@ def _recipe(start: dict[str, Any], data: Any) -> Recipe:
 
 
 def _advance(stream: Stream, position: int, done: int, until: int) -> tuple[int, int]:
-    """The first sample after step `until`, from that after step `done`; and the last step, which is
-    earlier if the stream ends."""
+    """Go from step `done` to step `until`. `position` is the first sample after step `done`.
+    Returns the first sample after the last step, and this step, which is less than `until` if the
+    stream ends before."""
     if not stream.tokens:
         left = -(-(stream.end - position) // stream.per_step)
         steps = min(until - done, left)

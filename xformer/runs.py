@@ -5,14 +5,17 @@
     python -m xformer.runs rows runs/english step=1234
     python -m xformer.runs rows runs/english step=1234 > rows.tsv
 
-The table has a line for each run: its state, how far it is, the settings in which the runs differ,
-the scores of each split, and the speed in tokens per second. If the terminal is too narrow, the
-least important columns are left out and named below the table. The scores of a finished run are
-those of its selected checkpoint, those of other runs are from the last validation.
+The table has a line for each run: its state, its step, the settings in which the runs differ, the
+scores of each split, and the speed in tokens per second. If the terminal is too narrow, the least
+important columns are left out, and a line names them. The scores of a finished run are those of its
+selected checkpoint. Other runs show the scores of their last validation.
 
-The state is running (a process on this machine has the run), finished, stopped (by a signal, after
-a checkpoint), failed, or "killed?": the log has no end, and no process on this machine has the run.
-Then it was killed, or it runs on another machine.
+The state is running (a process on this machine works on the run), finished, stopped (by a signal,
+after a checkpoint), failed, or "killed?". The last means that no process on this machine works on
+the run, and that its log does not say how it ended: it was killed, or it runs on another machine.
+
+`rows` prints a line for each row that the run read in a step: its rank, micro-batch and number in
+the store, what the model read, and the masked tokens or the labels, as POSITION:TOKEN.
 """
 
 from __future__ import annotations
@@ -87,9 +90,10 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What the table shows of a run. `settings` and `scores` are by column; `main` has the columns
-    of the metric that selects the checkpoint. `steps` is 0 if the recipe counts epochs. `job` is
-    the name of the run in a study, and `why` says why it failed."""
+    """What the table shows of a run. The keys of `settings` and `scores` are columns, and `main`
+    has the columns of the metric that selects the checkpoint. `steps` is 0 if the recipe counts
+    epochs, and `share` is the share of the run that is done. `job` is the name of the run in a
+    study, and `why` says why it failed."""
 
     run: str
     job: str
@@ -120,8 +124,8 @@ class RunSummary:
 
 
 def print_runs(directory: Path, file: str | None) -> None:
-    """Print the runs below a directory as a table, and write it to a csv file if one is given.
-    Directories with a config.json that is not that of a run, or is damaged, are named below it."""
+    """Print the runs below a directory as a table, and write it to a csv file if one is given. If
+    the config.json of a directory is damaged or not from a run, a line below the table says so."""
     if not directory.is_dir():
         raise BadInput(f"{directory} is not a directory; give one that has runs below it")
     if file is not None and not Path(file).absolute().parent.is_dir():
@@ -151,7 +155,8 @@ def print_runs(directory: Path, file: str | None) -> None:
 
 
 def run_directories(directory: Path) -> Iterator[Path]:
-    """The directories with a config.json, without those inside them and hidden ones."""
+    """The directories that have a config.json. Hidden directories, and those inside one that has a
+    config.json, are left out."""
     for folder, names, files in os.walk(directory):
         names[:] = [] if "config.json" in files else sorted(n for n in names if n[0] != ".")
         if "config.json" in files:
@@ -218,8 +223,9 @@ def _settings(recipe: Recipe) -> dict[str, str]:
 
 
 def differing(runs: list[RunSummary]) -> list[RunSummary]:
-    """The runs with only those settings in which they differ. A setting that a run does not have is
-    that of its initial checkpoint, so it is compared only with runs that have one too."""
+    """The runs, each with only the settings in which the runs differ. If a run lacks a setting, its
+    initial checkpoint decides it. So a lack is compared only among runs with an initial
+    checkpoint."""
 
     def differs(name: str) -> bool:
         values = {run.settings[name] for run in runs if name in run.settings}
@@ -266,7 +272,7 @@ def table(runs: list[RunSummary], width: int) -> list[str]:
 
 
 def _shortened(texts: list[str]) -> list[str]:
-    """The cells of a column, shortened: paths lose what they all begin with."""
+    """The cells of a column, shortened. Paths lose the folders that all of them begin with."""
     folders = [os.path.dirname(text) for text in texts if "/" in text]
     mixed = len({folder.startswith("/") for folder in folders}) != 1
     common = "" if mixed else os.path.commonpath(folders)

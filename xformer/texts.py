@@ -1,4 +1,4 @@
-"""Texts that are not in a store: as packed batches for training, and as vectors.
+"""Turn texts that are not in a store into packed batches for training, or into vectors.
 
 N texts, T tokens of a batch, C hidden size.
 """
@@ -32,12 +32,12 @@ def pack(
     max_tokens: int = 128,
     masking: float = 0.0,
 ) -> Batch[Tensor]:
-    """A packed batch of `texts` on the CPU, which `model(batch)` takes; for a `collate_fn`.
+    """Pack `texts` into a batch on the CPU, for `model(batch)`. A `collate_fn` can call this.
 
     `labels` are N class numbers or N scores. With `texts_b` the rows are pairs. A text is truncated
-    so that its row has at most `max_tokens` tokens, special tokens included. `masking` is the share
-    of tokens that are chosen for masked language modelling; torch's random generator decides which,
-    so `torch.manual_seed` makes them reproducible.
+    so that its row has at most `max_tokens` tokens, special tokens included. `masking` is the
+    probability that a token is chosen for masked language modelling. torch's random generator
+    chooses, so `torch.manual_seed` makes the choice reproducible.
     """
     split = split_of(tokenizer, texts, texts_b, labels)
     assembler = Assembler(split, tokenizer, max_tokens)
@@ -67,8 +67,8 @@ def vectors_of(
     the hidden state of its first token ("first"). With `normalize` its Euclidean length is 1.
     Texts are cut to `max_tokens` tokens, special tokens included (default: as many as the model
     accepts), and a line on standard error says how many were cut. They are sorted by length and
-    computed in packed batches of about `batch_tokens` tokens. If the texts have another tokenizer
-    than the model, give it as `source`, with the `mapping` of its ids to the model's.
+    computed in packed batches of about `batch_tokens` tokens. If the model reads mapped ids, give
+    the tokenizer of the texts as `source`, and the `mapping` of its ids to the model's.
 
     Raises BadInput if an argument is not allowed or the model has no hidden states, and Failure if
     a vector is not finite.
@@ -104,7 +104,7 @@ def check_arguments(model: Model, pooling: str, max_tokens: int | None, batch_to
     if pooling not in ("mean", "first"):
         raise BadInput(f"pooling={pooling!r} must be 'mean' or 'first'")
     if max_tokens is not None and not 2 <= max_tokens <= most:
-        raise BadInput(f"max_tokens={max_tokens} must be from 2 to {most}, which the model takes")
+        raise BadInput(f"max_tokens={max_tokens} must be from 2 to {most}, the model's limit")
     if batch_tokens < 1:
         raise BadInput(f"batch_tokens={batch_tokens} must be at least 1")
     return max_tokens or most

@@ -1,8 +1,8 @@
-"""An artificial language with a known best loss, and a labelled task in it.
+"""An artificial language whose best possible loss is known, and a labelled task in it.
 
-There are three dialects of the same 32 words. In each dialect every word has a successor, which
-follows it with probability 0.85; otherwise any word follows. A model that knows all successors can
-guess a masked word from its neighbours, if the rest of the passage tells the dialect.
+Three dialects share the same 32 words. In each dialect every word has a successor, which follows it
+with probability 0.85. Otherwise a random word follows. A model that knows all successors can infer
+the dialect from the rest of the passage, and then guess a masked word from its neighbours.
 
     DIR/vocab.txt                  the words, as BERT's vocabulary
     DIR/text.txt, text.valid.txt   passages for pre-training, one per paragraph
@@ -34,8 +34,8 @@ WORDS = [first + vowel for first in "bdgklmst" for vowel in "aeio"]
 W = len(WORDS)
 DIALECTS = ("north", "south", "east")
 LENGTHS = (12, 20)  # words in a passage: the least and the most
-FOLLOWS = 0.85  # the probability that a word is followed by its successor
-MASKING = 0.15  # for best.json: the share of the words that is to be predicted, as in BERT
+FOLLOWS = 0.85  # the probability that a word's successor follows it
+MASKING = 0.15  # for best.json: the share of the words to predict, as in BERT
 SIZES = {"text": 24_000, "text.valid": 400, "train": 800, "valid": 400, "test": 400}
 SEED = 2019
 
@@ -89,9 +89,10 @@ def best(rows: list[np.ndarray]) -> dict[str, float]:
 
 
 def _posterior(seen: np.ndarray) -> np.ndarray:
-    """The probability of each word at each place if that place is one to predict: (N, n, W).
+    """The probability of each word at each place, (N, n, W), given that the place was chosen for
+    prediction.
 
-    seen: (N, n) words, W for the mask.
+    `seen` (N, n) are the words of N passages after masking; W is the mask.
     """
     same = seen[..., None] == np.arange(W)  # (N, n, W)
     masked = (seen == W)[..., None]
@@ -100,8 +101,8 @@ def _posterior(seen: np.ndarray) -> np.ndarray:
     N, n = seen.shape
     log_weights = np.empty((len(DIALECTS), N, n, W))
     for k, table in enumerate(successors()):
-        before = np.full((N, n, W), 1.0 / W)  # P(word, what is seen before it), scaled
-        after = np.ones((N, n, W))  # P(what is seen after it | word), scaled
+        before = np.full((N, n, W), 1.0 / W)  # P(word, seen words before it), scaled
+        after = np.ones((N, n, W))  # P(seen words after it | word), scaled
         scale_before, scale_after = np.zeros((N, n)), np.zeros((N, n))
         comes_from = np.argsort(table)
         for t in range(1, n):

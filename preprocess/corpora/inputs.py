@@ -142,7 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="text",
         metavar="NAME",
         help="The field of a JSON object, or the column of a table, that holds the text. `a.b` is "
-        "the field `b` of the object, or of each object in the list, that is in the field `a` "
+        "the field `b` inside the field `a`, which holds an object or a list of objects "
         "(default: %(default)s).",
     )
     add(

@@ -123,8 +123,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1, 4096),
         metavar="N",
         help="The number of processes that encode, while the main process reads and writes. With "
-        "1, or for only a few megabytes, the main process encodes too and there is no other. The "
-        "ids are the same for every N (default: all cores).",
+        "1, or if there are only a few megabytes, the main process does everything. The ids are "
+        "the same for every N (default: all cores).",
     )
     add_output(parser, "STORE")
 

@@ -72,8 +72,8 @@ def add_form(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-header",
         action="store_true",
-        help="The first line is an example, and columns are named by their numbers, from 1 "
-        "(default: the first line names the columns).",
+        help="The first line is a row like all others, and columns are named by their numbers, "
+        "from 1 (default: the first line names the columns).",
     )
 
 

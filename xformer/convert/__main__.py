@@ -109,9 +109,9 @@ def _add_to_hf(commands: argparse._SubParsersAction[CommandParser]) -> None:
     command.add_argument(
         "--trajectory",
         action="store_true",
-        help="Export every checkpoint that the run CHECKPOINT kept (train.keep_at), each as a "
-        "directory OUT/step-N, and the selected one as OUT/main. OUT/upload.py uploads each to the "
-        "Hugging Face hub as the revision of its name.",
+        help="Export each checkpoint that the run CHECKPOINT kept (train.keep_at) to a directory "
+        "OUT/step-N, and the selected one to OUT/main. OUT/upload.py uploads each directory to the "
+        "Hugging Face hub, as a revision of the same name.",
     )
     command.add_argument(
         "--license",
@@ -221,7 +221,7 @@ def _export_hf(arguments: argparse.Namespace) -> None:
     if arguments.trajectory:
         names = share.export_trajectory(source, out, licence, overwrite)
         say(f"{out}: {len(names)} revisions: {', '.join(names)}")
-        say(f"to upload each as the revision of its name: python {out}/upload.py USER/NAME")
+        say(f"to upload each as a revision of the same name: python {out}/upload.py USER/NAME")
         return
     checkpoint, family = share.export(source, out, licence, overwrite)
     head = checkpoint.head.kind if checkpoint.head else "none"

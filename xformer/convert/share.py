@@ -12,10 +12,10 @@ from xformer.convert.names import Family
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory, write_text
 
-# A revision on the hub is a branch. Of a local directory `from_pretrained` ignores the argument
-# `revision`, so each revision is a directory of its own, and this script makes it a branch.
+# A revision on the hub is a branch. For a local directory `from_pretrained` ignores the argument
+# `revision`. So each revision is a directory, and this script makes a branch of each.
 UPLOAD = '''\
-"""Upload every directory beside this file to the Hugging Face hub, as the revision of its name.
+"""Upload each directory beside this file to the Hugging Face hub, as a revision of the same name.
 
     pip install huggingface_hub
     hf auth login
@@ -32,7 +32,7 @@ if len(sys.argv) != 2:
 api, repository = HfApi(), sys.argv[1]
 api.create_repo(repository, exist_ok=True)
 folders = [file.parent for file in Path(__file__).resolve().parent.glob("*/config.json")]
-# main is last: a new branch begins with the files that main has at that time
+    # main is last: a new branch begins with the files that main has at that time
 for folder in sorted(folders, key=lambda folder: (folder.name == "main", folder.name)):
     if folder.name != "main":
         api.create_branch(repository, branch=folder.name, exist_ok=True)
@@ -50,8 +50,8 @@ def export(path: Path, out: Path, license: str, overwrite: bool) -> tuple[Checkp
 
 
 def export_trajectory(run: Path, out: Path, license: str, overwrite: bool) -> list[str]:
-    """Export every kept checkpoint of a run as a directory step-N, the selected one as `main`, and
-    the script upload.py. Returns the names of the directories.
+    """Export each checkpoint that a run kept to a directory step-N, and the selected one to `main`.
+    Add the script upload.py. Returns the names of the directories.
 
     An unfinished run has no `main`. Raises BadInput if the run kept no checkpoints.
     """
@@ -59,7 +59,7 @@ def export_trajectory(run: Path, out: Path, license: str, overwrite: bool) -> li
     places = {step: path for path in folder if (step := step_of(path)) is not None}
     if not places:
         raise BadInput(
-            f"{run} is not a run with a trajectory; --trajectory needs a run with train.keep_at"
+            f"{run} has no trajectory; --trajectory needs a run that was made with train.keep_at"
         )
     names = {f"step-{step}": places[step] for step in sorted(places)}
     if (run / "result.json").is_file():

@@ -1,4 +1,4 @@
-"""Rows that a Python program has in memory or yields one by one: as a split, or as a store.
+"""Make a split or a store from rows that a Python program has in memory or yields one by one.
 
 A row is a text; or a tuple of a text and a label; or a tuple of two texts and a label.
 """
@@ -97,7 +97,8 @@ def write_store(
 
 
 def _peeked(splits: Mapping[str, Iterable[Any]]) -> tuple[Row, dict[str, Iterator[Any]]]:
-    """The first row of all, and the splits with this row still to come."""
+    """The first row of the first split that has one, and iterators over the rows of all splits,
+    which still yield this row."""
     iterators = {name: iter(rows) for name, rows in splits.items()}
     for name, rows in iterators.items():
         for row in rows:
@@ -115,8 +116,9 @@ def _as_tuple(row: Any) -> Row:
 
 
 def _checked(rows: Sequence[Any], width: int, split: str, start: int) -> list[Row]:
-    """The rows as tuples. Raises BadInput that names the first one that does not have `width`
-    elements, or no text where one is needed. `start` is the number of rows before these."""
+    """The rows as tuples. Raises BadInput that names the first row that does not have `width`
+    elements, or has something else in place of a text. `start` is the number of rows before
+    these."""
     tuples = [_as_tuple(row) for row in rows]
     for number, row in enumerate(tuples):
         texts = row[: max(1, width - 1)]
@@ -155,4 +157,5 @@ def _number(label: Any, labels: Sequence[str]) -> float:
         return labels.index(label)
     if not isinstance(label, str) and label in range(len(labels)):
         return int(label)
-    raise BadInput(f"the label {label!r} is not one of {', '.join(labels)}, or a number of one")
+    named = ", ".join(labels)
+    raise BadInput(f"the label {label!r} is neither one of {named} nor the number of one, from 0")

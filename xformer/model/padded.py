@@ -1,4 +1,4 @@
-"""From padded tensors, as other programs use them, to a packed batch.
+"""Turn padded tensors, which other libraries use, into a packed batch.
 
 N sequences, L their padded length, T real tokens.
 """
@@ -18,9 +18,9 @@ def packed(
     """Padded ids (N, L) -> the packed batch, and the places (T,) of its tokens in ids.flatten().
 
     `mask` (N, L) is 0 or false at padding, and `segments` (N, L) is 1 for the second text of a
-    pair. Without them nothing is padding, and all segments are 0. `longest` is the length of the
-    longest sequence that the model accepts. Raises ValueError if the tensors differ in shape, or if
-    a sequence is longer.
+    pair. Without a mask nothing is padding, and without segments all are 0. `longest` is the length
+    of the longest sequence that the model accepts. Raises ValueError if the tensors differ in
+    shape, or if a sequence is longer than that.
     """
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
     segments = torch.zeros_like(ids) if segments is None else segments

@@ -9,8 +9,8 @@
     python -m xformer.study verify runs/english steps=20    # repeat a run's first steps and compare
     python -m xformer.study reproduce                       # does everything work on this machine?
 
-The same command again runs only what is not done yet. A killed run resumes, a failed one is
-retried, a further seed adds its own runs, and studies share the runs that they have in common.
+The same command again runs only what is not done yet. A killed run resumes, and a failed run is
+retried. If you add a seed, only its runs are new. Studies share the runs that they have in common.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from xformer.study.results import Ledger, Results
 from xformer.study.spec import read_study
 
 UNTIMED = {
-    "command": "what a command takes is not forecast",
+    "command": "the time of a command is not estimated",
     "no input": "the store or the initial model of the run does not exist yet",
     "untimed": "no run like it has been timed on this machine",
 }
@@ -58,13 +58,14 @@ class Execution(Settings):
     done, and each newly finished run adds its file. If you commit the directory, the results do not
     depend on the run directories."""
     jobs: int = Field(0, ge=0)
-    """How many jobs run at once. 0: `per_device` per GPU, or one per core without a GPU."""
+    """How many jobs run at once. 0: `per_device` for each GPU or, without GPUs, one for each
+    core."""
     per_device: int = Field(1, ge=1)
     """How many runs share a GPU if jobs=0."""
     dry_run: bool = False
-    """Only list the runs, their cost, and what is missing (also written --dry-run). If no run of a
-    kind has been timed, the first steps of one are timed on this machine, in 20 seconds at most for
-    all kinds."""
+    """Only list the runs, how long they will take, and what is missing (also written --dry-run).
+    If no run of a kind has been timed, the first steps of one are timed on this machine. All
+    timings together take 20 seconds at most."""
     slurm: dict[str, str | int] = Field({})
     """Parameters of the jobs, named as in submitit: slurm.partition=gpu, slurm.timeout_min=600."""
 

@@ -1,7 +1,7 @@
 """What is known of a plan before it runs: models, stores, tokenizers, costs, and numbers in notes.
 
-What exists on disk is read. What a command will make is inferred from the command. What cannot be
-known from either is None, never guessed.
+Things that exist on disk are read. The properties of a thing that a command will make are inferred
+from the command. A property that is still not known is None, never a guess.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ MOST = 4  # values that are listed; more numbers become a range
 RATE = 40e9  # FLOP/s of one CPU core, until a run has been measured
 OTHER = 20.0  # seconds assumed for a job of unknown cost
 START = 1.0  # seconds that a run needs before and after its steps; the fork server has the imports
-# what reading a file raises if it is missing, or is not what it should be
+# what reading a file can raise if it is missing or damaged
 UNREADABLE = (BadInput, KeyError, TypeError, ValueError, OSError)
 SPECIAL = 5  # tokens that every tokenizer of `preprocess.py tokenizer` has beside its letters
 
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """A tokenizer. Two of one `maker` are the same. `size` counts its pieces, special ones
-    included; `letters`: each symbol is one id; `learned`: `preprocess.py tokenizer` trains it."""
+    """A tokenizer. Two with the same `maker` are equal. `size` is the number of its pieces, special
+    ones included. `letters` says whether each symbol is one id, and `learned` whether
+    `preprocess.py tokenizer` trains it."""
 
     maker: str
     size: int | None = None
@@ -83,8 +84,8 @@ class TokenizerFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a checkpoint, a store or a tokenizer, there or still to be made: what
-    messages call it, the shape of a model, the kind and splits of a store, and the tokenizer."""
+    """What is known of a checkpoint, a store or a tokenizer that exists or will be made: its name
+    in messages, the shape of a model, the kind and splits of a store, and the tokenizer."""
 
     name: str
     tokenizer: TokenizerFacts
@@ -142,8 +143,8 @@ class Forecast:
         return None if shape is None else with_dropout(shape, recipe.model)
 
     def store(self, paths: str | Sequence[str]) -> Facts:
-        """What a store is or will be; for several, what they are read as. Raises BadInput naming
-        two of them that are known to be of different kinds or tokenizers."""
+        """The facts about a store, or about several stores that are read as one. Raises BadInput
+        naming two of them that are known to differ in kind or tokenizer."""
         first, *others = every = [self.at(path) for path in each(paths)]
         for other in others:
             line = f"{first.name} and {other.name} cannot be read as one: they differ in"
@@ -167,8 +168,8 @@ class Forecast:
         return name, task.metrics.get(name, HIGHER)
 
     def unchecked(self, jobs: Iterable[Job]) -> int:
-        """How many of the jobs are runs from a model whose shape is not known yet, so it is not
-        known either whether they can use it."""
+        """The number of jobs whose initial model has a shape that is not known yet. `check` cannot
+        check them."""
         return sum(job.recipe is not None and self.start(job) is None for job in jobs)
 
     def _of_run(self, job: Job) -> Facts:
@@ -219,8 +220,9 @@ class Forecast:
     # ------------------------------------------------------- can each run use what it reads?
 
     def check(self) -> None:
-        """Raise BadInput naming the first run whose rows, vocabulary, kind of store or head do not
-        fit the model that it starts from. What is not known yet is not checked (see `unchecked`).
+        """Raise BadInput naming the first run that does not fit the model that it starts from, in
+        its rows, vocabulary, kind of store or head. What is not known yet is not checked (see
+        `unchecked`).
 
         The checks are those of training, evaluation and the analyses. Finished jobs are skipped.
         """
@@ -303,8 +305,8 @@ class Forecast:
 
 
 def _read(path: Path, facts: Facts) -> Facts:
-    """What is known of a store or checkpoint, corrected by what lies there. A damaged file says
-    nothing here; the job that uses it reports the error."""
+    """The facts about a store or checkpoint, replaced by what its files say. A damaged file is
+    ignored here; the job that uses it reports the error."""
     with suppress(*UNREADABLE):
         meta = read_json(path / "store.json")
         facts = replace(facts, kind=meta["kind"], splits=tuple(meta["splits"]))
@@ -344,7 +346,8 @@ def made_kind(command: Sequence[str]) -> str | None:
 
 
 def _learned(unknown: TokenizerFacts, options: Sequence[str]) -> TokenizerFacts:
-    """What `preprocess.py tokenizer` makes; a small text may give fewer pieces than are asked."""
+    """The tokenizer that `preprocess.py tokenizer` makes. From a small text it may have fewer
+    pieces than the command asks for."""
     kind, size = _option(options, "--kind"), _option(options, "--vocab-size")
     alphabet = _option(options, "--alphabet")
     pieces = len(set(alphabet)) + SPECIAL if alphabet else int(size) if size else None
@@ -367,9 +370,8 @@ def _settings(arguments: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Work:
-    """What a run has to do: the operations of training and of scoring, the tokens that it trains
-    on, and a `kind`. Runs of one kind are equally fast: they have the same model, batches and
-    rows."""
+    """The work of a run: the FLOPs of training and of scoring, and the number of training tokens.
+    Runs of one `kind` have the same model, batches and rows, and so the same speed."""
 
     kind: str
     operations: float
@@ -378,8 +380,8 @@ class Work:
 
 
 class Costs:
-    """Expected seconds of a plan's jobs, at the FLOP/s of its finished runs: those on disk, and
-    those whose results are `kept`, by key. xformer.study.timing adds the `rates` of other kinds.
+    """Expected seconds of a plan's jobs, from the FLOP/s of finished runs: those on disk, and those
+    in `kept`, which has results by key. xformer.study.timing adds the `rates` of other kinds.
     Raises BadInput naming a result that does not say how many seconds its run took."""
 
     def __init__(self, forecast: Forecast, kept: Mapping[str, Any] | None = None):
@@ -403,8 +405,8 @@ class Costs:
         self.usual = {stage: median(seconds) for stage, seconds in spent.items()}
 
     def seconds(self, job: Job) -> float | None:
-        """Expected seconds of a job. For a run whose store is not made yet, those of its stage's
-        finished runs. None if nothing like it was ever timed, and for a command."""
+        """Expected seconds of a job. If its store is not made yet, this is the median of its
+        stage's finished runs. None for a command, and if no such run was timed."""
         work, usual = self.work.get(job.key), self.usual.get(job.stage)
         if work is not None and self.rates:
             rate = self.rates.get(work.kind) or median(self.rates.values())
@@ -452,7 +454,7 @@ def _sum(stores: Sequence[Mapping[str, tuple[int, int]] | None], split: str) -> 
 
 
 class Notes:
-    """A study's `notes` and `deviations` with the settings that their placeholders stand for.
+    """A study's `notes` and `deviations`, with placeholders replaced by values.
 
         {finetune: optim.lr}                              a setting of a stage's runs, resolved
         {finetune(task=mrpc): batch.rows * train.steps}   of some runs; a product of settings
@@ -563,7 +565,7 @@ class Notes:
         if len(values) == 1 or None in values:
             return None if None in values else values[0]
         if not all(map(_is_number, values)):
-            raise BadInput(f"{key} is a product of something that is not a number")
+            raise BadInput(f"{key}: a factor of this product is not a number")
         return prod(values)
 
     def _setting(self, run: Job, key: str) -> Any:

@@ -1,4 +1,4 @@
-"""The headline of a study: one picture of its main table, and the same in a few lines of text."""
+"""The headline of a study: its main table as one picture, and as a few lines of text."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _dots(axes: Any, shown: list[tuple[str, Cell]], table: ScoreTable) -> None:
     for place, (_, cell) in enumerate(reversed(shown)):
         assert cell.sample is not None
         scores, colour = np.array(cell.sample.scores), f"C{len(shown) - 1 - place}"
-        shift = 0.14 * (np.arange(len(scores)) % 3 - 1)  # so that equal scores stay visible
+        shift = 0.14 * (np.arange(len(scores)) % 3 - 1)  # so that equal scores do not overlap
         axes.plot(scores, place + shift, "o", color=colour, alpha=0.4, ms=5, mew=0)
         ends = cell.sample.interval or (cell.sample.mean, cell.sample.mean)
         bars = [[cell.sample.mean - ends[0]], [ends[1] - cell.sample.mean]]

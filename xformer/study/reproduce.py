@@ -5,10 +5,10 @@
     python -m xformer.study reproduce pretrain.optim.lr=4e-3    # a change that the curves notice
     python -m xformer.study reproduce record=curves.json        # measure the expected curves anew
 
-It makes a store, pre-trains, fine-tunes, and prints one line for each curve: whether it lies in the
-band of the expected curves, or where it leaves the band first. The exit status is 1 if a curve
-leaves its band. The bands come from ten seeds in fp32. They hold on CPUs and GPUs, in fp32 and
-bf16, with and without the C++ operations.
+It makes two stores, pre-trains, fine-tunes, and prints one line for each curve. The line says that
+the curve lies in the band of the expected curves, or where it first leaves the band. If a curve
+leaves its band or the bytes of a store differ, the exit status is 1. The bands come from ten seeds
+in fp32. They hold on CPUs and GPUs, in fp32 and bf16, with and without the C++ operations.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ EXPECTED = Path(__file__).with_name("expected.json")
 SCALE = "mini"
 WIDTH = 5.0  # half the width of a band, in standard deviations over seeds
 NEIGHBOURS = 2  # points on each side over which the deviation is averaged
-LEAST = 0.05  # half the width of a band, at least, in nats or as a share of right answers
+LEAST = 0.05  # the least half-width of a band, in nats or as a share of right answers
 STORES = ("made.text", "made.task")
 CHANCE = 1 / 3  # of the fine-tuning's accuracy: there are three dialects
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve that is compared: its stage, the event and the number of the log, its name, and the
-    largest possible value."""
+    """A curve to compare: its stage, the event of the log and the number in it, the name of the
+    curve, and the largest possible value."""
 
     stage: str
     event: str
@@ -75,17 +75,18 @@ class Reproduce(Settings):
     """What to train, and what to compare it with."""
 
     output: str = "runs/reproduce"
-    """The directory of the runs, the picture and the report. A run that is finished there is not
-    made again."""
+    """The directory of the runs, the picture and the report. Runs that are finished there are not
+    repeated."""
     seed: int = Field(0, ge=0)
     """The seed of both trainings."""
     pretrain: dict[str, Any] = Field({})
     """Settings of the pre-training that differ from the recipe pretrain/reproduce, such as
-    pretrain.optim.lr=4e-3 or pretrain.system.device=cpu."""
+    pretrain.optim.lr=4e-3 or pretrain.system.precision=bf16."""
     finetune: dict[str, Any] = Field({})
     """Settings of the fine-tuning that differ from the recipe finetune/reproduce."""
     expected: str = ""
-    """A file that record= wrote, to compare with (default: the one that comes with the package)."""
+    """The file of expected curves, which record= wrote. Empty: the one that comes with the
+    package."""
     record: str = ""
     """Instead of comparing, train with several seeds in fp32 and write their curves to this
     file."""
@@ -168,8 +169,8 @@ def band(seeds: np.ndarray, most: float = math.inf) -> tuple[np.ndarray, np.ndar
     """The lower and the upper end of the band (S,) of the curves of several seeds (seeds, S), whose
     values lie between 0 and `most`.
 
-    Half its width is WIDTH standard deviations. The variance is the mean over neighbouring points,
-    because so few seeds tell little about that of one point.
+    Half its width is WIDTH standard deviations, but at least LEAST. The variance is averaged over
+    neighbouring points, because a few seeds estimate the variance of a single point badly.
     """
     padded = np.pad(seeds.var(0, ddof=1), NEIGHBOURS, mode="edge")
     window = np.ones(2 * NEIGHBOURS + 1) / (2 * NEIGHBOURS + 1)
@@ -180,8 +181,8 @@ def band(seeds: np.ndarray, most: float = math.inf) -> tuple[np.ndarray, np.ndar
 
 @dataclass(frozen=True)
 class Comparison:
-    """A curve next to its band. `outside` is the index of the first point outside; None if there is
-    none. `ours` is None if the run has not logged the expected steps."""
+    """A run's curve and its band. `outside` is the index of the first point outside the band, or
+    None if all lie inside. `ours` is None if the run has not logged the expected steps."""
 
     curve: Curve
     steps: np.ndarray  # (S,)

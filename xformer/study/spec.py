@@ -91,7 +91,7 @@ class Stage(Settings):
     # Factors, each with its levels and their settings. A plain list holds values of the key that
     # has the factor's name.
     vary: dict[str, dict[str, dict[str, Any]] | list[Any]] = Field({})
-    # Combinations to leave out, each given by some of its levels.
+    # Combinations to leave out. {task = "cola"} leaves out all combinations with this level.
     without: tuple[Levels, ...] = ()
 
 
@@ -121,8 +121,8 @@ class Published(Settings):
         for row, numbers in self.rows.items():
             if len(numbers) != len(self.columns):
                 raise ValueError(
-                    f"{place}: the row {row!r} has {len(numbers)} numbers, its columns are "
-                    f"{len(self.columns)}"
+                    f"{place}: the row {row!r} has {len(numbers)} numbers, but there are "
+                    f"{len(self.columns)} columns"
                 )
             for number in numbers:
                 if isinstance(number, str) and number:
@@ -153,7 +153,7 @@ class ScoreTable(Shown):
 
     kind = "table"
     rows: str
-    # A factor; or "metric": then there is a column for each name in `metric`.
+    # A factor. Or "metric", which makes a column for each name in `metric`.
     columns: str
     # Name of the metric, or one for each column. "train.loss" names the split too; train stands for
     # the last training line of the log. "valid+valid_mismatched.accuracy" is the mean over two
@@ -167,8 +167,8 @@ class ScoreTable(Shown):
     minus: str = ""
     # What a cell is: the mean over runs, or their standard deviation.
     show: Literal["mean", "deviation"] = "mean"
-    # Also show the maximum, as papers do that report no mean: over the runs, or over all
-    # validations of all runs. The latter needs the split valid; for another split "epoch" is "run".
+    # Also show the maximum, because some papers report no mean: over the runs ("run"), or over all
+    # validations of all runs ("epoch"). If the split is not valid, "epoch" means "run".
     best: Literal["none", "run", "epoch"] = "none"
     # Further columns, each the mean of some columns, taken within each seed.
     means: dict[str, tuple[str, ...]] = Field({})
@@ -442,8 +442,8 @@ def read_study(path: str | Path, scale: str) -> Study:
 
 
 def _checked(values: dict[str, Any]) -> Study:
-    """The study with these values. If one part is not even readable, the others are checked all the
-    same, so that the user hears of all mistakes at once."""
+    """The study with these values. If one part cannot be parsed, the others are still checked, so
+    that the user sees all mistakes at once."""
     mistakes: list[str] = []
     readable = set(Study.model_fields) - {"title", "question", "paper"}
     for parts in (set(values), readable, {"needs", "made", "stages", "path", "scale"}):
@@ -489,7 +489,7 @@ def _mistakes(study: Study, whole: Study) -> Iterator[str]:
     yield from _bad_names(study, whole)
     levels = {factor: (*_bad_levels(study, factor),) for factor in study.levels}
     yield from (f"levels.{factor}: {line}" for factor in levels for line in levels[factor])
-    # a wrong level must not make all that shows it wrong, too
+    # a wrong level must not cause further errors in the tables that show it
     right = {factor: kept for factor, kept in study.levels.items() if not levels[factor]}
     study = study.model_copy(update={"levels": right})
     for name in study.stages:
@@ -545,7 +545,8 @@ def _bad_headline(study: Study, shown: Headline) -> Iterator[str]:
 
 
 def _bad_file_names(study: Study) -> Iterator[str]:
-    """Names that would lead a file of the study out of the study's directories, or come twice."""
+    """Names that would put a file outside the study's directories, and names that are used
+    twice."""
     names = {"stages": list(study.stages), "made": list(study.made)}
     names |= {k: [s.name for s in getattr(study, k)] for k in ("tables", "curves", "pictures")}
     for kind, every in names.items():
@@ -565,7 +566,7 @@ def _bad_file_names(study: Study) -> Iterator[str]:
 def _bad_stage(study: Study, name: str) -> Iterator[str]:
     stage, owner = study.stages[name], dict[str, str]()
     if bool(stage.recipe) == bool(stage.command):
-        yield "give a recipe or a command, one of them"
+        yield "give either a recipe or a command"
     factors, moved = study.factors(name), [stage.settings]
     for factor, levels in factors.items():
         if not levels and name in study.shown_stages():
@@ -589,8 +590,8 @@ def _bad_stage(study: Study, name: str) -> Iterator[str]:
 
 
 def _bad_settings(study: Study, name: str) -> Iterator[str]:
-    """What is wrong in the settings of a stage's runs. Only as many runs are looked at as it takes
-    to see each level once."""
+    """What is wrong in the settings of a stage's runs. Only enough runs are checked to cover each
+    level once."""
     recipe = read_recipe(find_recipe(study.stages[name].recipe, study.path.parent))
     needed, seen = {"data": "-", "run": "-", "head": "mlm"}, set[tuple[str, str]]()
     for levels in study.combinations(name):
@@ -685,7 +686,7 @@ def seeds_of(study: Study, table: ScoreTable, side: Levels, factor: str) -> set[
 
 
 def _twice(names: Iterable[str]) -> str:
-    """The first name that comes a second time, or nothing."""
+    """A name that occurs more than once, or ""."""
     return next((name for name, number in Counter(names).items() if number > 1), "")
 
 

@@ -5,14 +5,14 @@
     python -m xformer.study sweep recipes/finetune/classify.toml data=stores/cola \\
         init=runs/english,runs/brackets train.epochs=3,5 seed=0..2 out=starts.toml --dry-run
 
-The first argument is a recipe. Each key of it can have several values: a list with commas, or whole
-numbers from A..B, both included. A list in brackets is one value: data='["stores/a", "stores/b"]'
-trains on two stores. The command writes a study file, says what its runs will cost, runs them, and
-reports which settings have the best mean score on validation. With --dry-run it only writes the
-file and says what the runs will cost. The same line again continues; the file can be edited and run
-with python -m xformer.study FILE.
+The first argument is a recipe. Each of its keys can have several values: A,B,C or A..B, the whole
+numbers from A to B. A list in brackets is one value: data='["stores/a", "stores/b"]' trains on two
+stores. The command writes a study file, says how long the runs will take, runs them, and reports
+which settings have the best mean score on validation. With --dry-run it stops before it runs them.
+The same line again continues a stopped sweep. You can also edit the file, and run it with
+python -m xformer.study FILE.
 
-These keys say how the runs are executed. All others are keys of the recipe.
+The keys below say how the runs are executed. All other keys are those of the recipe.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ from xformer.data.files import make_directory, write_text
 from xformer.recipe import Recipe
 
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
-PATHS = ("data", "init")  # keys whose values are paths, which become needs of the study
+PATHS = ("data", "init")  # keys whose values are paths; each path becomes a need of the study
 OURS = ("run", "overwrite")  # keys that the study sets
-MOST = 10_000  # runs of a sweep
+MOST = 10_000  # the largest number of runs in a sweep
 STAGE = "run"
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A study file: its name, its text below the first comment, and the line that made it."""
+    """What a study file is made from: its name, the command line that asks for it, the recipe, and
+    the values of each key."""
 
     name: str
     line: str
@@ -61,8 +62,8 @@ class Sweep:
     values: dict[str, list[Any]]  # by key of the recipe
 
     def write(self, path: Path) -> bool:
-        """Write the file, unless it is there already. Returns whether it was written. Raises
-        BadInput if there is another file in its place."""
+        """Write the file, unless it exists already. Returns whether it was written. Raises BadInput
+        if a file with other content has this name."""
         text = self.text(path.parent)
         if path.exists():
             try:
@@ -80,7 +81,7 @@ class Sweep:
         return True
 
     def text(self, folder: Path) -> str:
-        """The text of the file if it lies in `folder`."""
+        """The text of the file. Paths in it are relative to `folder`, the folder of the file."""
         needs = _Needs()
         settings, vary = [], []
         for key, values in self.values.items():
@@ -104,7 +105,7 @@ class Sweep:
         return "\n".join([*lines, *settings, *vary, ""])
 
     def _reference(self, folder: Path) -> str:
-        """The recipe as a file in `folder` names it: by its name, or by a relative path."""
+        """How a file in `folder` refers to the recipe: by its name, or by a relative path."""
         file = find_recipe(self.recipe).resolve()
         names = {path.resolve(): name for name, path in recipes().items()}
         return names.get(file) or os.path.relpath(file, folder.resolve())
@@ -149,7 +150,7 @@ def read(arguments: list[str]) -> Sweep:
     if not any(len(some) > 1 for some in values.values()):
         raise BadInput("nothing varies: give a key several values, such as seed=0..4")
     if (runs := prod(map(len, values.values()))) > MOST:
-        raise BadInput(f"these are {runs:,} runs, more than {MOST:,}; give fewer values")
+        raise BadInput(f"these values make {runs:,} runs, more than {MOST:,}; give fewer values")
     varied = [key.rpartition(".")[2] for key, some in values.items() if len(some) > 1]
     name = "-".join([Path(texts[0]).stem, *varied])
     line = shlex.join([*typed("python -m xformer.study").split(), "sweep", *arguments])
@@ -182,7 +183,10 @@ def _split(key: str, text: str) -> list[str]:
         if ends := RANGE.fullmatch(part):
             first, last = int(ends[1]), int(ends[2])
             if last < first or last - first >= MOST:
-                raise BadInput(f"{key}={part}: a range goes upwards, such as 0..4")
+                raise BadInput(
+                    f"{key}={part}: a range goes upwards, such as 0..4, and has at most {MOST:,} "
+                    "numbers"
+                )
             values += map(str, range(first, last + 1))
         elif part:
             values.append(part)

@@ -1,7 +1,7 @@
-"""How fast this machine trains what a study will train: the first steps of real runs are timed.
+"""Time the first steps of a study's runs, to estimate how long the study will take.
 
-Runs of one kind (the same model, batches and rows) are timed once. The result is kept in
-OUTPUT/timings.json. A finished run of the kind replaces it.
+One run of each kind (the same model, batches and rows) is timed, and OUTPUT/timings.json keeps its
+speed. If a run of the kind has finished, the speed of that run is used instead.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from xformer.study.pool import Local, last_words, set_up
 
 FILE = "timings.json"
 LIMIT = 20.0  # seconds for all timings of a study together
-WARM_UP = 3  # first steps, which are left out
-STEPS, SECONDS = 5, 3.0  # a timing ends when it has both
+WARM_UP = 3  # number of first steps that are left out
+STEPS, SECONDS = 5, 3.0  # a timing ends when it has more than these steps and seconds
 POLL = 0.1  # seconds
 
 
 def measure(plan: Plan, costs: Costs, todo: Iterable[Job], executor: Local) -> None:
-    """Add the FLOP/s of further kinds of runs to the `costs`: what was measured before, and what
-    is measured now by the first run of each kind in `todo` that can start, if there is one. All of
-    them together take LIMIT seconds at most."""
+    """Add the FLOP/s of more kinds of runs to the `costs`. Those in OUTPUT/timings.json are read.
+    For each other kind the first run in `todo` that can start is timed. All timings together take
+    LIMIT seconds at most."""
     known = _read(plan.root / FILE, executor.threads)
     wanted: dict[str, tuple[Job, Work]] = {}
     for job in todo:
@@ -58,7 +58,8 @@ def measure(plan: Plan, costs: Costs, todo: Iterable[Job], executor: Local) -> N
 
 
 def _read(path: Path, threads: int) -> dict[str, float]:
-    """The speeds that were measured before, unless a run had another number of threads then."""
+    """The FLOP/s by kind that an earlier call wrote. If runs had another number of threads then,
+    they are ignored."""
     with suppress(BadInput):
         content: Any = read_json(path)
         if isinstance(content, dict) and content.get("threads") == threads:
@@ -67,12 +68,12 @@ def _read(path: Path, threads: int) -> dict[str, float]:
 
 
 def _tokens_per_second(job: Job, executor: Local, end: float) -> float | None:
-    """The speed of a run after its first steps; None if it did not get that far until `end`, a
-    value of time.monotonic(). The run is made in a temporary directory, and killed."""
+    """The speed of a run after its first steps, or None if it logs no step before `end`, a value
+    of time.monotonic(). The run trains in a temporary directory and is killed."""
     with TemporaryDirectory(prefix="timing-", ignore_cleanup_errors=True) as scratch:
         path = Path(scratch) / "run"
         train = {"log_every": 1, "validate_every": 2**30, "checkpoint_every": 0, "keep_at": []}
-        # compiling may take longer than all timings may; without it a GPU is somewhat slower
+        # compiling could take longer than LIMIT; without it a GPU is somewhat slower
         own = {"run": str(path), "train": train, "system": {"compile": "none"}}
         recipe = merge(job.recipe or {}, own)
         command = (*job.command[:-1], str(path.with_suffix(".toml")))
@@ -94,7 +95,7 @@ def _tokens_per_second(job: Job, executor: Local, end: float) -> float | None:
 
 
 def _enough(steps: list[dict[str, Any]]) -> bool:
-    """Whether so many steps were timed that more would change little."""
+    """Whether enough steps were timed."""
     timed = steps[WARM_UP:]
     return len(timed) > STEPS and timed[-1]["time"] - timed[0]["time"] > SECONDS
 
