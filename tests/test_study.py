@@ -1258,8 +1258,8 @@ def test_the_headline_is_a_picture_and_a_few_lines(file: Path, data: Path, tmp_p
     printed = write_report(Results(plan), {}, directory)
     assert printed.splitlines() == [
         "Does it help to know letters? accuracy on test, mean and 95% interval:",
-        "  pretrained                                    60.5  (54.1 to 66.9, 2 seeds)",
-        "  from scratch                                  50.5  (44.1 to 56.9, 2 seeds)",
+        "  pretrained                                    60.5  (60.0, 61.0; 2 seeds)",
+        "  from scratch                                  50.5  (50.0, 51.0; 2 seeds)",
         "Claims of the study, by paired t tests over seeds:",
         "  undecided  pre-training helps at every rate: low +10.0; high +10.0",
     ]

@@ -122,7 +122,7 @@ def test_a_sweep_runs_and_reports(store: Path, tmp_path: Path, forks: Forks) -> 
     line += [f"data={store}", "optim.lr=1e-3,1e-4", "seed=0..2", *TINY, "train.epochs=1"]
     line += [f"out={file}", f"output={output}", "jobs=1"]
     refused(forks.run(*line, "train.epoch=2"), "unknown key train.epoch")
-    refused(forks.run(*line, "batch.max_tokens=0,64"), "batch.max_tokens=0")
+    refused(forks.run(*line, "batch.max_tokens=2,64"), "batch.max_tokens=2")
     assert not file.exists()
     listed = good(forks.run(*line, "--dry-run"))
     assert file.exists()

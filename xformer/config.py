@@ -518,11 +518,12 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def toml_text(values: dict[str, Any]) -> str:
     """Values as a TOML file that `read_recipe` reads: one line per key, groups as inline tables."""
-    return "".join(f"{_name(key)} = {show(value)}\n" for key, value in values.items())
+    return "".join(f"{quoted(key)} = {show(value)}\n" for key, value in values.items())
 
 
-def _name(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+def quoted(key: str) -> str:
+    """A key of TOML, in quotes if it needs them."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else show(key)
 
 
 def show(value: Any) -> str:
@@ -530,7 +531,7 @@ def show(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(show, value))}]"
     if isinstance(value, dict):
-        pairs = ", ".join(f"{_name(key)} = {show(v)}" for key, v in value.items())
+        pairs = ", ".join(f"{quoted(key)} = {show(v)}" for key, v in value.items())
         return f"{{ {pairs} }}" if pairs else "{}"
     if isinstance(value, bool):
         return str(value).lower()

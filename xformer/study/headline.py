@@ -91,9 +91,11 @@ def lines(results: Results, headline: Headline) -> Iterator[str]:
     yield f"{headline.title} {_metric(table)} on {table.split}, mean and {LEVEL:.0%} interval:"
     for label, cell in rows(results, headline):
         assert cell.sample is not None
-        low, high = cell.sample.interval or (cell.sample.mean, cell.sample.mean)
-        d, runs = table.digits, len(cell.sample.scores)
-        numbers = f"{cell.sample.mean:5.{d}f}  ({low:.{d}f} to {high:.{d}f}, {runs} seeds)"
+        d, scores = table.digits, cell.sample.scores
+        spread = " to " if cell.sample.interval else ", "
+        ends = spread.join(f"{x:.{d}f}" for x in cell.sample.interval or scores)
+        seeds = "one seed" if len(scores) == 1 else f"{len(scores)} seeds"
+        numbers = f"{cell.sample.mean:5.{d}f}  ({ends}; {seeds})"
         yield f"  {' '.join(label.split()):<44} {numbers}"
     every = verdicts(results)
     if every:
