@@ -541,7 +541,7 @@ def _bad_headline(study: Study, shown: Headline) -> Iterator[str]:
     yield from _unknown(filter(None, [shown.curves]), {one.name for one in study.curves})
     if shown.table in tables:
         table = tables[shown.table]
-        rows = study.levels_of(table).get(table.rows, {})
+        rows = study.levels_of(table).get(table.rows, ())
         yield from (f"labels: {line}" for line in _unknown(shown.labels, rows))
 
 
