@@ -62,6 +62,28 @@ def add_output(parser: argparse.ArgumentParser, placeholder: str) -> None:
     )
 
 
+def add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    """Add --tokenizer."""
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        metavar="TOK",
+        help="The directory of a tokenizer, a store or a checkpoint.",
+    )
+
+
+def add_skip_lines(parser: argparse.ArgumentParser) -> None:
+    """Add --skip-lines."""
+    parser.add_argument(
+        "--skip-lines",
+        type=expression,
+        metavar="REGEX",
+        help="Leave out lines that match this regular expression anywhere, such as "
+        r"'^\[\d+\]' for footnotes (default: keep all lines).",
+    )
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add `--json`."""
     parser.add_argument(

@@ -13,7 +13,7 @@ import stat
 import sys
 import textwrap
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import getdoc
 from pathlib import Path
 from types import NoneType, UnionType
@@ -69,6 +69,15 @@ Paths = Annotated[str | tuple[str, ...], BeforeValidator(_paths)]  # a path, or 
 MaybePaths = Annotated[str | tuple[str, ...] | None, BeforeValidator(_paths)]
 
 
+def each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """A value with each string in it changed, but not the keys of its groups."""
+    if isinstance(value, dict):
+        return {key: each_text(part, change) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [each_text(part, change) for part in value]
+    return change(value) if isinstance(value, str) else value
+
+
 def each(paths: str | Sequence[str]) -> tuple[str, ...]:
     """The paths of a setting of type `Paths`, always as a tuple."""
     return (paths,) if isinstance(paths, str) else tuple(paths)
@@ -87,14 +96,19 @@ def follows(key: str, values: dict[str, Any], other: Any, **limits: Any) -> Any:
     )
 
 
-def load(schema: type[SettingsType], arguments: list[str], recipe: bool = True) -> SettingsType:
+def load(
+    schema: type[SettingsType],
+    arguments: list[str],
+    recipe: bool = True,
+    title: str | None = None,
+) -> SettingsType:
     """Settings from command-line arguments: a recipe by path or name (if `recipe`), then key=value.
 
-    With --help, prints every key and exits. Raises BadInput that names the wrong key, its value and
-    the nearest valid key.
+    With --help, prints every key (see `help_text`) and exits. Raises BadInput that names the wrong
+    key, its value and the nearest valid key.
     """
     if any(argument in ("-h", "--help") for argument in arguments):
-        say(*help_text(schema).split("\n"))
+        say(*help_text(schema, title).split("\n"))
         sys.exit(0)
     values: dict[str, Any] = {}
     if recipe:
@@ -506,11 +520,12 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def toml_text(values: dict[str, Any]) -> str:
     """Values as a TOML file that `read_recipe` reads: one line per key, groups as inline tables."""
-    return "".join(f"{_name(key)} = {show(value)}\n" for key, value in values.items())
+    return "".join(f"{quoted(key)} = {show(value)}\n" for key, value in values.items())
 
 
-def _name(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+def quoted(key: str) -> str:
+    """A key of TOML, in quotes if it needs them."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else show(key)
 
 
 def show(value: Any) -> str:
@@ -518,7 +533,7 @@ def show(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(show, value))}]"
     if isinstance(value, dict):
-        pairs = ", ".join(f"{_name(key)} = {show(v)}" for key, v in value.items())
+        pairs = ", ".join(f"{quoted(key)} = {show(v)}" for key, v in value.items())
         return f"{{ {pairs} }}" if pairs else "{}"
     if isinstance(value, bool):
         return str(value).lower()

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -66,12 +65,7 @@ class Monitor:
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if not self.active:
             return
         if error is not None:
@@ -270,6 +264,12 @@ def records(run: str | Path) -> list[dict[str, Any]]:
     incomplete last line of a run that was killed."""
     lines = (Path(run) / "log.jsonl").read_bytes().split(b"\n")
     return [record for line in lines if (record := _record(line)) is not None]
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind in a run's log, in order; none if there is no log yet."""
+    every = records(run) if (run / "log.jsonl").is_file() else []
+    return [record for record in every if record["event"] == kind]
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

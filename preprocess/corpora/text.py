@@ -16,7 +16,14 @@ from xformer.data.errors import BadInput
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import add_output, check_output_directory, command_origin, expression, say_written
+from ..arguments import (
+    add_output,
+    add_skip_lines,
+    add_tokenizer,
+    check_output_directory,
+    command_origin,
+    say_written,
+)
 from ..bad import BadRows
 from ..binarize import BATCH, RowCutter, sources
 from ..workers import EncodingPool, TextBatch
@@ -148,13 +155,7 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
             metavar="FILE|DIR|GLOB",
             help=f"Raw text for the split {split} (default: the store has no such split).",
         )
-    add(
-        "--tokenizer",
-        type=Path,
-        required=True,
-        metavar="TOK",
-        help="The directory of a tokenizer, a store or a checkpoint.",
-    )
+    add_tokenizer(parser)
     add(
         "--max-tokens",
         type=whole_number(1),
@@ -174,13 +175,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         help="Make every line of plain text a document (default: documents are separated by blank "
         "lines).",
     )
-    add(
-        "--skip-lines",
-        type=expression,
-        metavar="REGEX",
-        help="Leave out lines that match this regular expression anywhere, such as "
-        r"'^\[\d+\]' for footnotes (default: keep all lines).",
-    )
+    add_skip_lines(parser)
     add(
         "--documents",
         action="store_true",

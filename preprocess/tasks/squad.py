@@ -31,7 +31,13 @@ from xformer.data.files import read_json
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import add_output, check_output_directory, command_origin, say_written
+from ..arguments import (
+    add_output,
+    add_tokenizer,
+    check_output_directory,
+    command_origin,
+    say_written,
+)
 from ..bad import BadRows
 from ..binarize import check_files, sources
 from .labelled import ORDER, SHARES, VALID_SHARE
@@ -103,13 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"The file of the split {split} (default: "
             f"{'no such split' if split == 'test' else 'the one in the directory --input'}).",
         )
-    add(
-        "--tokenizer",
-        type=Path,
-        required=True,
-        metavar="TOK",
-        help="The directory of a tokenizer, a store or a checkpoint.",
-    )
+    add_tokenizer(parser)
     add(
         "--max-tokens",
         type=whole_number(8),

@@ -15,7 +15,7 @@ from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory
 
-from ..arguments import add_output, check_output_directory, expression
+from ..arguments import add_output, add_skip_lines, check_output_directory
 from ..bad import BadRows
 from ..corpora import inputs
 from ..corpora.documents import TextOptions, read_documents
@@ -122,13 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "quoted globs such as 'text/**/*.txt'.",
     )
     inputs.add_arguments(parser)
-    add(
-        "--skip-lines",
-        type=expression,
-        metavar="REGEX",
-        help="Leave out lines that match this regular expression anywhere, such as "
-        r"'^\[\d+\]' for footnotes (default: keep all lines).",
-    )
+    add_skip_lines(parser)
     add(
         "--vocab-size",
         type=whole_number(6),

@@ -7,8 +7,9 @@ from pathlib import Path
 from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint
 from xformer.convert import hf
-from xformer.convert.card import Card, step_of, training_of
+from xformer.convert.card import Card
 from xformer.convert.names import Family
+from xformer.convert.recorded import step_of, training_of
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory, write_text
 

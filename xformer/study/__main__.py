@@ -95,7 +95,7 @@ class SweepArguments(Execution):
 def main() -> None:
     """`python -m xformer.study STUDY key=value ...`, `sweep RECIPE key=a,b ...`, `verify RUN` or
     `reproduce`"""
-    match sys.argv[1:]:
+    match ["dry_run=true" if argument == "--dry-run" else argument for argument in sys.argv[1:]]:
         case ["verify", *rest]:
             verify.main(rest)
         case ["reproduce", *rest]:
@@ -103,19 +103,16 @@ def main() -> None:
         case ["sweep", *rest]:
             sweep_main(rest)
         case arguments:
-            plan, settings = planned(arguments)
-            run_study(plan, settings)
+            run_study(*planned(arguments))
 
 
 def sweep_main(arguments: list[str]) -> None:
     """`python -m xformer.study sweep RECIPE key=a,b ...`: write a study file, and run it."""
-    arguments = _with_dry_run(arguments)
     mine, others = list[str](), list[str]()  # what says how to run it, and what the runs are
     for argument in arguments:
         of_ours = argument.partition("=")[0].partition(".")[0] in SweepArguments.model_fields
         (mine if of_ours or argument in ("-h", "--help") else others).append(argument)
-    sys.modules["__main__"].__doc__ = sweep.__doc__
-    settings = load(SweepArguments, mine, recipe=False)
+    settings = load(SweepArguments, mine, recipe=False, title=sweep.__doc__)
     study = sweep.read(others)
     path = Path(settings.out or Path(settings.output) / f"{study.name}.toml")
     check_version(Path(settings.output))
@@ -131,13 +128,8 @@ def sweep_main(arguments: list[str]) -> None:
     run_study(plan, settings, with_cost=True)
 
 
-def _with_dry_run(arguments: list[str]) -> list[str]:
-    return ["dry_run=true" if a == "--dry-run" else a for a in arguments]
-
-
 def planned(arguments: list[str]) -> tuple[Plan, Arguments]:
     """The plan that a command line asks for, and its settings."""
-    arguments = _with_dry_run(arguments)
     files = [a for a in arguments if "=" not in a and not a.startswith("-")]
     settings = load(Arguments, [a for a in arguments if a not in files], recipe=False)
     if len(files) != 1:
@@ -167,18 +159,19 @@ def run_study(plan: Plan, settings: Execution, with_cost: bool = False) -> None:
     lacking = plan.missing() and not any(j.stage and not j.missing for j in plan.jobs.values())
     if lacking and not settings.dry_run:
         raise BadInput(f"{plan.study.path}: nothing can run: {'; '.join(_lacking(plan))}")
+    here = pool.local(settings.jobs, settings.per_device)
     if settings.dry_run or with_cost:
         costs = Costs(forecast, ledger.results)
         todo, slots = to_do(plan.jobs.values(), plan.wanted, ledger.results), 1
         if settings.executor == "local":
-            here = pool.local(settings.jobs, settings.per_device)
             timing.measure(plan, costs, todo.values(), here)
             slots = here.slots
         if settings.dry_run:
             say(*listing(plan, costs, ledger.results, slots).split("\n"))
             return
         say(*cost_lines(costs, todo, slots))
-    execute(plan, executor_of(settings), ledger)
+    slurm = settings.executor == "slurm"
+    execute(plan, pool.Slurm(plan.root, settings.slurm) if slurm else here, ledger)
 
 
 def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
@@ -202,13 +195,6 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
         why = first.why.splitlines()[-1] if first.why else "no reason given"
         count = f"{len(bad)} of {len(outcomes)} jobs did not succeed"
         raise Failure(f"{count}; {first.job.name}: {why}")
-
-
-def executor_of(settings: Execution) -> pool.Executor:
-    """The executor that the settings ask for."""
-    if settings.executor == "slurm":
-        return pool.Slurm(Path(settings.output), settings.slurm)
-    return pool.local(settings.jobs, settings.per_device)
 
 
 def check_version(root: Path) -> None:

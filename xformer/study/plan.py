@@ -25,7 +25,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from xformer.config import find_recipe, flat, merge, nearest, read_recipe, validate
+from xformer.config import each_text, find_recipe, flat, merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, installed, read_json, write_json
 from xformer.parallel.precision import fast_here
@@ -37,7 +37,6 @@ from xformer.study.spec import (
     Need,
     ScoreTable,
     Study,
-    each_text,
     with_levels,
     within,
 )

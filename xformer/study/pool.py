@@ -21,7 +21,7 @@ from xformer import provenance
 from xformer.config import toml_text
 from xformer.data.display import Progress, duration, say
 from xformer.data.errors import BadInput, Interrupted, lacks
-from xformer.monitor import records
+from xformer.monitor import events
 from xformer.run import in_use
 from xformer.study.forecast import Costs, Forecast
 from xformer.study.plan import Job, Plan, to_do
@@ -533,7 +533,7 @@ def newest_numbers(jobs: Iterable[Job]) -> dict[str, float]:
     try:
         runs = [job.path for job in jobs if (job.path / "log.jsonl").is_file()]
         newest = max(runs, key=lambda run: (run / "log.jsonl").stat().st_mtime)
-        record = [record for record in records(newest) if record["event"] == "train"][-1]
+        record = events(newest, "train")[-1]
         speed = record["real_tokens_per_second"]
         return {"step": record["step"], "loss": record["loss"], "tokens/s": speed}
     except (OSError, IndexError, KeyError, ValueError):  # no log yet, or a half-written line

@@ -10,7 +10,7 @@ import shlex
 import shutil
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,11 @@ class Report:
     failed: Sequence[Outcome]
     waiting: dict[str, int]  # why jobs were not run, and how many
     runs: Sequence[RunEntry]
+
+
+def _grid(headers: Sequence[str], rows: Iterable[Iterable[str]], prose: bool = False) -> Grid:
+    """A grid of plain texts."""
+    return Grid(headers, [[Entry(text, prose=prose) for text in row] for row in rows])
 
 
 def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path) -> Report:
@@ -349,7 +354,7 @@ def _cell(cell: Cell, digits: int) -> Entry:
     if cell.difference is not None:
         published += f" ({cell.difference:+.{digits}f})"
     text = "-" if cell.sample is None else _spread(cell, cell.sample, digits)
-    return Entry(text, published, cell.value, cell.runs[0].key if cell.runs else "")
+    return Entry(text, published, cell.value, _link(cell))
 
 
 def _spread(cell: Cell, sample: Sample, digits: int) -> str:
@@ -371,8 +376,8 @@ def _scores(cells: list[list[Cell]], digits: int) -> Grid:
             ends = [f"{end:.{digits}f}" for end in cell.sample.interval or ()]
             median = f"{cell.sample.median:.{digits}f}"
             texts = (f"{cell.row}, {cell.column}", scores, median, " to ".join(ends) or "-")
-            rows.append([Entry(text) for text in texts])
-    return Grid(("cell", "scores", "median", f"{LEVEL:.0%} interval of the mean"), rows)
+            rows.append(texts)
+    return _grid(("cell", "scores", "median", f"{LEVEL:.0%} interval of the mean"), rows)
 
 
 def _summary(results: Results, summary: Summary, notes: Notes) -> Section:
@@ -398,11 +403,11 @@ def _curves(curves: Curves, panels: list[Panel], notes: Notes) -> Section:
     for panel in panels:
         for line in panel.lines:
             end = plus_minus(line.mean[-1], line.deviation[-1], line.runs)
-            texts = (panel.name, line.name, str(line.runs), panel.value)
-            rows.append([Entry(text) for text in (*texts, f"{end} at step {line.x[-1]:g}")])
+            last = f"{end} at step {line.x[-1]:g}"
+            rows.append((panel.name, line.name, str(line.runs), panel.value, last))
     caption = "Mean over runs; bands show ± one standard deviation, or both runs if there are two."
     drawing = Drawing(f"{curves.name}.svg", curves_figure(curves.name, panels), caption=caption)
-    grid = Grid(("panel", "line", "runs", "number", "last point"), rows)
+    grid = _grid(("panel", "line", "runs", "number", "last point"), rows)
     return Section(curves.title, "", drawing, grid=grid, deviations=_deviations(notes, curves))
 
 
@@ -422,8 +427,7 @@ def _data(path: Path) -> str:
 def _deviations(notes: Notes, shown: Shown) -> Grid | None:
     """Where the runs of a table or figure differ from the paper's."""
     every = [one for one in notes.deviations if one.concerns(shown)]
-    rows = [[Entry(text, prose=True) for text in one.cells()] for one in every]
-    return Grid(DIFFERS, rows) if rows else None
+    return _grid(DIFFERS, (one.cells() for one in every), prose=True) if every else None
 
 
 # -------------------------------------------------------------------------------------- its runs

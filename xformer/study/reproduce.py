@@ -22,14 +22,7 @@ import numpy as np
 from pydantic import Field
 
 from xformer.analysis.curves import CurvesConfig, average
-from xformer.config import (
-    Settings,
-    find_recipe,
-    help_text,
-    merge,
-    parse_overrides,
-    validate,
-)
+from xformer.config import Settings, find_recipe, load, merge
 from xformer.data import style
 from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure
@@ -60,14 +53,15 @@ class Curve:
     event: str
     value: str
     name: str
+    panel: int  # of the picture
     most: float = math.inf
 
 
 CURVES = (
-    Curve("pretrain", "train", "loss", "pre-training, loss"),
-    Curve("pretrain", "validation", "loss", "pre-training, validation loss"),
-    Curve("finetune", "train", "loss", "fine-tuning, loss"),
-    Curve("finetune", "validation", "accuracy", "fine-tuning, validation accuracy", 1.0),
+    Curve("pretrain", "train", "loss", "pre-training, loss", 0),
+    Curve("pretrain", "validation", "loss", "pre-training, validation loss", 0),
+    Curve("finetune", "train", "loss", "fine-tuning, loss", 1),
+    Curve("finetune", "validation", "accuracy", "fine-tuning, validation accuracy", 2, 1.0),
 )
 
 
@@ -99,10 +93,7 @@ def main(arguments: list[str]) -> None:
 
     Raises Failure if a curve leaves its band, if a store has other content, or if a run fails.
     """
-    if any(argument in ("-h", "--help") for argument in arguments):
-        say(*help_text(Reproduce, __doc__).split("\n"))
-        return
-    settings = validate(Reproduce, parse_overrides(Reproduce, arguments))
+    settings = load(Reproduce, arguments, recipe=False, title=__doc__)
     plan = Plan(study_of(settings), Path(settings.output), {})
     Forecast(plan).check()
     expected = {} if settings.record else _read(Path(settings.expected or EXPECTED))
@@ -274,18 +265,17 @@ def draw(compared: list[Comparison], best: float) -> Any:
     """A panel for each number: the band of the expected curves, and this run's curve."""
     figure = style.new_figure(11.5, 3.9)
     panels = figure.subplots(1, 3)
-    places = {0: 0, 1: 0, 2: 1, 3: 2}  # both losses of the pre-training share a panel
     titles = ("Pre-training", "Fine-tuning", "Fine-tuning")
     names = ("loss (nats)", "loss (nats)", "validation accuracy")
-    for number, one in enumerate(compared):
-        axes = panels[places[number]]
+    for one in compared:
+        axes = panels[one.curve.panel]
         dots = one.curve.event == "validation"
         low, high = band(one.seeds, one.curve.most)
         axes.fill_between(one.steps, low, high, color=style.FAINT, alpha=0.3, lw=0)
         if one.ours is not None:
             colour = "C0" if one.inside else "C1"
             look = {"marker": "o", "ms": 3.5} if dots else {}
-            what = "validation" if dots and number == 1 else "this run"
+            what = "validation" if dots and one.curve.value == "loss" else "this run"
             axes.plot(one.steps, one.ours, color=colour, lw=1.6, label=what, **look)
             if one.outside is not None:
                 x, y = one.steps[one.outside], one.ours[one.outside]

@@ -34,7 +34,7 @@ from xformer.data.files import (
     read_run_json,
     write_bytes,
 )
-from xformer.monitor import records
+from xformer.monitor import events
 from xformer.study.plan import UNPACKED, Job, Plan
 from xformer.study.pool import Outcome
 from xformer.study.spec import (
@@ -317,10 +317,10 @@ class Results:
         split, _, metric = table.metric_of(column).rpartition(".")
         if table.best == "epoch" and (split or table.split) == "valid":
             for run in runs:
-                log = run.job.path / "log.jsonl"
-                every = events(run.job.path, "validation") if log.is_file() else []
+                every = events(run.job.path, "validation")
                 validations = [float(event[metric]) for event in every if metric in event]
                 if not all(map(math.isfinite, validations)):
+                    log = run.job.path / "log.jsonl"
                     raise BadInput(f"{log}: {metric} of a validation is not finite")
                 scores += [score * table.scale for score in validations]
         return max(scores, default=None)
@@ -329,34 +329,25 @@ class Results:
         """A row of cells for each combination of the levels of a stage, a cell for each split with
         the metric, over the seeds. If the runs have a split valid, the row with the best mean there
         comes first."""
-        groups: dict[str, list[Job]] = {}
-        for job in self.plan.runs(stage):
-            parts = [f"{f}={level}" for f, level in job.levels.items() if not _is_seed(f)]
-            groups.setdefault(", ".join(parts) or stage, []).append(job)
-        splits = dict.fromkeys(
-            split
-            for jobs in groups.values()
-            for job in jobs
-            for split, scores in self.metrics.get(job.key, {}).items()
-            if metric in scores
-        )
-        ordered = sorted(splits, key=lambda split: split != "valid")
         scale = 100 if sign > 0 else 1
-        rows = []
+        groups: dict[str, list[Job]] = {}
+        scores: dict[str, dict[str, float]] = {}  # by split and key
+        for job in self.plan.runs(stage):
+            parts = [f"{f}={level}" for f, level in job.levels.items() if f.split(".")[0] != SEED]
+            groups.setdefault(", ".join(parts) or stage, []).append(job)
+            for split, numbers in self.metrics.get(job.key, {}).items():
+                if metric in numbers:
+                    scores.setdefault(split, {})[job.key] = scale * numbers[metric]
+        rows: list[list[Cell]] = []
         for name, jobs in groups.items():
-            cells = []
-            for split in ordered:
-                runs = [job for job in jobs if metric in self._scores_on(job, split)]
-                scores = [scale * self._scores_on(job, split)[metric] for job in runs]
-                sample = sample_of(scores) if scores else None
-                cells.append(Cell(name, split, tuple(runs), sample, None))
-            rows.append(cells)
-        if "valid" in splits:
+            rows.append([])
+            for split in sorted(scores, key=lambda split: split != "valid"):
+                runs = tuple(job for job in jobs if job.key in scores[split])
+                sample = sample_of([scores[split][job.key] for job in runs]) if runs else None
+                rows[-1].append(Cell(name, split, runs, sample, None))
+        if "valid" in scores:
             rows.sort(key=lambda row: math.inf if row[0].value is None else -sign * row[0].value)
         return rows
-
-    def _scores_on(self, job: Job, split: str) -> dict[str, float]:
-        return self.metrics.get(job.key, {}).get(split, {})
 
     def statistics(self, summary: Summary) -> list[list[Statistic]]:
         """A summary's rows: the statistics of a table's cells at each level of a factor.
@@ -414,11 +405,6 @@ class Results:
         return None
 
 
-def _is_seed(factor: str) -> bool:
-    """Whether the levels of a factor are repetitions of one setting."""
-    return factor.split(".")[0] == SEED
-
-
 def mean_line(name: str, runs: Sequence[Job], event: str, value: str) -> Line | None:
     """The line of some runs; None if there is no run, no log, or no such number in it."""
     try:
@@ -426,11 +412,6 @@ def mean_line(name: str, runs: Sequence[Job], event: str, value: str) -> Line | 
     except (BadInput, OSError, LookupError, TypeError, ValueError, RecursionError):
         return None
     return Line(name, len(runs), curve["x"], curve["mean"], curve["deviation"])
-
-
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of one kind in a run's log, in order."""
-    return [record for record in records(run) if record["event"] == kind]
 
 
 def _read_metrics(job: Job, with_log: bool) -> Metrics:

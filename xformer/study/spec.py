@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -32,6 +32,7 @@ from pydantic import Field, model_validator
 from xformer.config import (
     SHORT,
     Settings,
+    each_text,
     find_recipe,
     flat,
     merge,
@@ -540,7 +541,7 @@ def _bad_headline(study: Study, shown: Headline) -> Iterator[str]:
     yield from _unknown(filter(None, [shown.curves]), {one.name for one in study.curves})
     if shown.table in tables:
         table = tables[shown.table]
-        rows = study.levels_of(table).get(table.rows, {})
+        rows = study.levels_of(table).get(table.rows, ())
         yield from (f"labels: {line}" for line in _unknown(shown.labels, rows))
 
 
@@ -691,15 +692,6 @@ def _twice(names: Iterable[str]) -> str:
 
 
 # --------------------------------------------------------------------------- settings of a run
-
-
-def each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """A value with each string in it changed, but not the keys of its groups."""
-    if isinstance(value, dict):
-        return {key: each_text(part, change) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [each_text(part, change) for part in value]
-    return change(value) if isinstance(value, str) else value
 
 
 def with_levels(text: str, levels: Levels) -> str:

@@ -34,6 +34,7 @@ from xformer.config import (
     find_recipe,
     nearest,
     parse_overrides,
+    quoted,
     read_recipe,
     recipes,
     show,
@@ -89,11 +90,11 @@ class Sweep:
             if len(values) == 1:
                 settings.append(f"settings.{key} = {show(filled[0])}")
             elif filled == values:
-                vary.append(f"vary.{_quoted(key)} = {show(values)}")
+                vary.append(f"vary.{quoted(key)} = {show(values)}")
             else:
                 levels = needs.levels(values)
                 vary += [
-                    f"vary.{_quoted(key)}.{_quoted(level)} = {{ {key} = {show(value)} }}"
+                    f"vary.{quoted(key)}.{quoted(level)} = {show({key: value})}"
                     for level, value in zip(levels, filled, strict=True)
                 ]
         varied = ", ".join(key for key, values in self.values.items() if len(values) > 1)
@@ -193,8 +194,3 @@ def _split(key: str, text: str) -> list[str]:
         else:
             raise BadInput(f"{key}={text} has an empty value; write it like {key}=A,B")
     return values
-
-
-def _quoted(key: str) -> str:
-    """A key of TOML, in quotes if it needs them."""
-    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else show(key)

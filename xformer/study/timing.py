@@ -20,7 +20,7 @@ from xformer.config import merge
 from xformer.data.display import say
 from xformer.data.errors import BadInput
 from xformer.data.files import make_directory, read_json, write_json
-from xformer.monitor import records
+from xformer.monitor import events
 from xformer.study.forecast import Costs, Work
 from xformer.study.plan import Job, Plan
 from xformer.study.pool import Local, last_words, set_up
@@ -81,13 +81,15 @@ def _tokens_per_second(job: Job, executor: Local, end: float) -> float | None:
         set_up(timed)
         handle = executor.start(timed, range(min(job.processes, executor.slots)))
         try:
-            while handle.exitcode is None and time.monotonic() < end and not _enough(_steps(path)):
+            while handle.exitcode is None and time.monotonic() < end:
+                if _enough(events(path, "train")):
+                    break
                 time.sleep(POLL)
             status = handle.exitcode
         finally:
             handle.kill()
             handle.join()
-        steps = _steps(path)
+        steps = events(path, "train")
         if status:
             say(f"{job.name} fails: {last_words(timed, status)}", error=True)
         speeds = [step["real_tokens_per_second"] for step in steps[WARM_UP:] or steps[-1:]]
@@ -98,10 +100,3 @@ def _enough(steps: list[dict[str, Any]]) -> bool:
     """Whether enough steps were timed."""
     timed = steps[WARM_UP:]
     return len(timed) > STEPS and timed[-1]["time"] - timed[0]["time"] > SECONDS
-
-
-def _steps(run: Path) -> list[dict[str, Any]]:
-    """The steps in a run's log, which has a line for each."""
-    if not (run / "log.jsonl").is_file():
-        return []
-    return [record for record in records(run) if record["event"] == "train"]
