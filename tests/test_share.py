@@ -157,7 +157,7 @@ def test_the_card_of_a_run(forks: Forks, data: Toys, run: Path, tmp_path: Path) 
             assert f"| {split} | {name} | {value} | 3 |" in text
     store = open_store(data.classes)
     assert (
-        f"Data: `classes`. SHA-256 over the checksums of its token ids and labels: `{store.key}`"
+        f"Data: `classes`. SHA-256 of the checksums of its token ids and labels: `{store.key}`"
         in text
     )
     for split in store.splits:

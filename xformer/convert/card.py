@@ -1,8 +1,8 @@
 """The model card of an exported checkpoint: README.md with the front matter that the Hugging Face
 hub reads.
 
-A card states only what the checkpoint and its run have recorded, and leaves out the rest. Of paths
-it shows the last name, because the others may be private.
+A card states only what the checkpoint and its run have recorded, and leaves out the rest. It shows
+only the last name of a path, because the folders above may be private.
 """
 
 from __future__ import annotations
