@@ -686,7 +686,7 @@ REFUSED = [
     ([*TEXT, "blank.txt"], "blank.txt: no text found, so train would be empty"),
     ([*TEXT, "corpus.txt", "--valid", "blank.txt"], "so valid would be empty"),
     ([*TEXT, "bad.txt"], "bad.txt:3: not valid UTF-8"),
-    ([*TEXT, "corpus.txt", "--tokenizer", "nowhere"], "nowhere holds no tokenizer"),
+    ([*TEXT, "corpus.txt", "--tokenizer", "nowhere"], "the tokenizer nowhere does not exist"),
     ([*TEXT, "corpus.txt", "--output", "store"], "store exists; .*--overwrite"),
     (
         [*TEXT, "corpus.txt", "--output", "bpe", "--overwrite"],

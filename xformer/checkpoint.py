@@ -392,7 +392,12 @@ def resolve(path: str | Path) -> Path:
         raise BadInput(f"the run {path} is not finished; name one of its checkpoints: {steps}")
     if not path.is_dir():
         where = " here or in the package" if given != path else ""
-        raise BadInput(f"the checkpoint {given} does not exist{where}")
+        hint = ""
+        if given.parent == Path() or not given.parent.is_dir():  # it may be a name on the hub
+            hint = typed(
+                "; a model of Hugging Face is imported by python -m xformer.convert from-hf"
+            )
+        raise BadInput(f"the checkpoint {given} does not exist{where}{hint}")
     several = [manifest.parent.name for manifest in path.glob("step_*/manifest.json")]
     if several:  # such as a run's trajectory
         names = ", ".join(sorted(several, key=lambda name: (len(name), name)))

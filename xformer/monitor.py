@@ -194,13 +194,12 @@ def _start_text(start: dict[str, Any], begun: dict[str, Any]) -> str:
         for name, value in begun.items()
         if name not in SILENT and isinstance(value, int)
     ]
+    config = flat(start["config"])
+    if config.get("init"):  # the shape is the checkpoint's, and the recipe may not know it
+        config = {k: v for k, v in config.items() if k[:6] != "model." or "dropout" in k}
     settings, versions = (
-        "\n".join(
-            f"{name} = {show(value)}"
-            for name, value in flat(start[part]).items()
-            if value is not None
-        )
-        for part in ("config", "environment")
+        "\n".join(f"{name} = {show(value)}" for name, value in part.items() if value is not None)
+        for part in (config, flat(start["environment"]))
     )
     return f"{', '.join(numbers)}\n\n```\n{settings}\n```\n\n```\n{versions}\n```"
 

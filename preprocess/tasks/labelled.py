@@ -160,7 +160,7 @@ def write_task(
     if drawn is not None:
         origin = {**origin, "seed": seed} | ({"stratified": True} if stratify else {})
         survey = _survey(task, seed, drawn)
-    _say_splits(task, survey)
+    _say_splits(task, survey, seed if drawn is not None else None)
     if "train" not in survey.rows:
         raise BadInput(f"{task.files[0]} holds no row for training")
     in_two_splits = _in_two_splits(survey)
@@ -323,12 +323,15 @@ def _in_two_splits(survey: RowSurvey) -> dict[str, dict[str, int]]:
     return shared
 
 
-def _say_splits(task: TaskSource, survey: RowSurvey) -> None:
-    """Say which columns named the splits, and how many rows each split has."""
+def _say_splits(task: TaskSource, survey: RowSurvey, seed: int | None) -> None:
+    """Say which columns named the splits, or that they were drawn with a `seed`, and how many rows
+    each split has."""
+    rows = ", ".join(f"{name} {survey.rows[name]:,}" for name in ORDER if name in survey.rows)
     if not task.split_columns:
+        if seed is not None:
+            say(f"note: the splits were drawn at random, with seed {seed}: {rows} rows", error=True)
         return
     columns = " and ".join(repr(name) for name in sorted(task.split_columns))
-    rows = ", ".join(f"{name} {survey.rows[name]:,}" for name in ORDER if name in survey.rows)
     verb = "name" if len(task.split_columns) > 1 else "names"
     say(f"note: {columns} of {task.files[0]} {verb} the splits: {rows} rows", error=True)
     if "valid" not in survey.rows:

@@ -46,12 +46,18 @@ def build_mapping(
 
     `embeddings` is the size of the model's word table, which may exceed its tokenizer's vocabulary
     (0: they are equal). Raises BadInput if the store was made with another tokenizer and `spec` is
-    not a mapping for such stores, or if the ids do not fit the model's vocabulary.
+    not a mapping for such stores, if `spec` is only for such stores and this is none, or if the ids
+    do not fit the model's vocabulary.
     """
     name, number = parse(spec)
     same = store.fingerprint == model.fingerprint
     if not same:
         check_foreign_store(spec, store.name, store.tokenizer().kind == "symbols")
+    elif name in ("symbols", "unused"):
+        raise BadInput(
+            f"mapping={spec} is for a tokenizer that differs from the checkpoint's, but "
+            f"{store.name} was made with the checkpoint's own: its ids need mapping=none"
+        )
     if name == "ids":
         _check_ids(store, max(embeddings, len(model)))
     if name in ("none", "ids"):

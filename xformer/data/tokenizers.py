@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, typed
 from xformer.data.files import installed, json_text, put_back, read_json, read_run_json
 
 META = "tokenizer_meta.json"
@@ -221,7 +221,14 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     """
     path = _selected(directory)
     if not (path / META).is_file():
-        raise BadInput(f"{path} holds no tokenizer ({META} is missing); give another directory")
+        if not path.exists():
+            raise BadInput(f"the tokenizer {path} does not exist")
+        raise BadInput(
+            typed(
+                f"{path} holds no tokenizer ({META} is missing); import a published one with "
+                "python preprocess.py tokenizer --from FILE"
+            )
+        )
     meta = read_json(path / META)
     try:
         fingerprint, _ = meta.pop("fingerprint"), meta.pop("vocab_size")

@@ -289,7 +289,9 @@ def _settings(results: Results, stage: str, notes: Notes) -> Iterator[Section]:
     best = cells[0][0]
     if best.column == "valid" and best.sample is not None:
         scores = ", ".join(f"{cell.column} {_interval(cell, digits)}" for cell in cells[0])
-        about = f"Best on valid: {best.row} ({scores}). {about}"
+        tied = [row[0].row for row in cells[1:] if row[0].value == best.value]
+        also = f"; tied with {'; '.join(tied)}" if tied else ""
+        about = f"Best on valid: {best.row} ({scores}){also}. {about}"
     rows = [
         [Entry(row[0].row), *(Entry(_interval(c, digits), "", c.value, _link(c)) for c in row)]
         for row in cells
