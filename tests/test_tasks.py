@@ -707,7 +707,7 @@ def test_classes_by_file_names_and_a_training_file(
     )
     rows = [row for r in content(make("dna", "--input", raw)).values() for row in r]
     assert Counter(rows) == {(s, ["beta-barrel", "m"][i % 2]): 1 for i, s in enumerate(made)}
-    assert "note" not in capsys.readouterr().err
+    assert "so its files are splits" not in capsys.readouterr().err
     write(raw, {"train.fasta": body[0].replace("1\n", "2\n") + body[1], "test.fasta": ">z\nACGT\n"})
     (raw / "m.fna.gz").rename(raw / "m.fasta.gz")
     raw_names = "beta-barrel.FASTA, m.fasta.gz"
