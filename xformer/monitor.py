@@ -196,7 +196,7 @@ def _start_text(start: dict[str, Any], begun: dict[str, Any]) -> str:
     ]
     config = flat(start["config"])
     if config.get("init"):  # the shape is the checkpoint's, and the recipe may not know it
-        config = {k: v for k, v in config.items() if k[:6] != "model." or "dropout" in k}
+        config = {k: v for k, v in config.items() if not k.startswith("model.") or "dropout" in k}
     settings, versions = (
         "\n".join(f"{name} = {show(value)}" for name, value in part.items() if value is not None)
         for part in (config, flat(start["environment"]))
