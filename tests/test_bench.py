@@ -2,6 +2,7 @@
 tables show what was measured.
 """
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -250,6 +251,17 @@ def test_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "is not a directory" in refused("--quick", "--output", str(tmp_path / "absent"))
     monkeypatch.setattr(run, "find_spec", lambda name: None if name == "accelerate" else True)
     assert "accelerate not installed: pip install -e '.[bench]'" in refused("--quick")
+
+
+def test_rows_of_another_machine_are_not_mixed_in(tmp_path: Path) -> None:
+    page = tmp_path / "benchmarks.json"
+    setup = {"machine": "2 cores of an A. Large matrix products reach 3", "versions": "torch 1"}
+    page.write_text(json.dumps({**setup, "measured": []}))
+    again = {**setup, "machine": "2 cores of an A. Large matrix products reach 4"}
+    assert run._kept(page, again) == []
+    other = {**setup, "machine": "2 cores of a B. Large matrix products reach 4"}
+    with pytest.raises(BadInput, match="measured with 2 cores of an A, not 2 cores of a B"):
+        run._kept(page, other)
 
 
 @pytest.mark.usefixtures("forked")
