@@ -115,7 +115,7 @@ def test_commands_are_written_as_the_user_types_them(monkeypatch: pytest.MonkeyP
         ),
         # files of the user, and modules without a sub-command, are left as they are
         ("my/train.py retrain.py", "my/train.py retrain.py"),
-        ("python -m xformer.study.verify", "python -m xformer.study.verify"),
+        ("python -m xformer.study.pool", "python -m xformer.study.pool"),
     ):
         assert typed(checkout) == installed
         assert typed(installed) == installed

@@ -275,7 +275,7 @@ def parse(arguments: list[str], complete: bool) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def everything_is_imported() -> None:
-    for name in ("train", "evaluate", "study.__main__", "study.verify", "surgery.__main__"):
+    for name in ("train", "evaluate", "study.__main__", "verify", "surgery.__main__"):
         import_module(f"xformer.{name}")
     import_module("xformer.analysis.subcommand")
 

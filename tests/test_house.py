@@ -95,9 +95,16 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "A run while it trains: what is due, logged and saved after a step.": ("xformer.session",),
     "Numerical trouble: where it arises, and what to do.": ("xformer.tracing", "xformer.guard"),
     "The training loop.": ("xformer.train",),
-    "Listing and comparing runs; the rows of a training step.": ("xformer.rows", "xformer.runs"),
+    "Listing, comparing and repeating runs; the rows of a training step.": (
+        "xformer.rows",
+        "xformer.runs",
+        "xformer.verify",
+    ),
     "Looking inside models and runs.": ("xformer.analysis",),
-    "Studies of many runs, with their tables and claims.": ("xformer.study",),
+    "Studies of many runs, with their tables and claims; the study that checks an installation.": (
+        "xformer.study",
+        "xformer.reproduce",
+    ),
     # only the command imports it, and it imports only xformer.data
     "From raw files to stores.": ("xformer.preprocess",),
     "The command `xformer`.": ("xformer.command", "xformer.__main__"),

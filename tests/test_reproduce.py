@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from helpers import Forks, good, refused
 
+from xformer import reproduce
 from xformer.data.errors import BadInput
 from xformer.data.files import write_json
 from xformer.data.store import open_store
 from xformer.preprocess.corpora import dialects
 from xformer.recipe import MaskingConfig
-from xformer.study import reproduce
+from xformer.reproduce import CURVES, EXPECTED, Reproduce, band, compare, draw, study_of
 from xformer.study.plan import Job, Plan
-from xformer.study.reproduce import CURVES, EXPECTED, Reproduce, band, compare, draw, study_of
 
 SPLITS = ("train", "valid", "test")
 SMALL = [

@@ -28,6 +28,8 @@ from xformer.parallel.watch import Watch
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of glibc's mallopt
 GRACE = 20  # seconds that a failing rank waits for rank 0 to report the error
+# starts N ranks on this machine: python *TORCHRUN N ...
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 LIMIT = timedelta(minutes=30)  # for all ranks to start, and for a collective
 
 

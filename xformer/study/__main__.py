@@ -22,13 +22,14 @@ from typing import Literal
 
 from pydantic import Field
 
+from xformer import reproduce, verify
 from xformer.analysis.drawing import many
 from xformer.config import Settings, find_recipe, load
 from xformer.data.display import duration, say
 from xformer.data.errors import BadInput, Failure, typed
 from xformer.data.files import make_directory, read_json, write_json
 from xformer.start import run
-from xformer.study import pool, reproduce, sweep, timing, verify
+from xformer.study import pool, sweep, timing
 from xformer.study.claims import registration_lines
 from xformer.study.forecast import Costs, Forecast, Notes
 from xformer.study.plan import RESULTS, Job, Plan, to_do

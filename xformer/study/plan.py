@@ -29,6 +29,7 @@ from xformer.config import each_text, find_recipe, flat, merge, nearest, read_re
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, installed, read_json, write_json
 from xformer.parallel.precision import fast_here
+from xformer.parallel.processes import TORCHRUN
 from xformer.recipe import Recipe
 from xformer.run import read_config
 from xformer.study.spec import (
@@ -51,7 +52,6 @@ INTERVALS = ("log_every", "checkpoint_every", "keep_last", "keep_every", "keep_s
 LATER = ("loss", "train.trouble", "train.spike")
 PLACE_BELOW = re.compile(PLACE.pattern + r"((?:/[^\s{}]*)?)")  # with the rest of its path
 UNPACKED = ".unpacked"  # marks a command's directory whose files come from the kept results
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from xformer.study.report import write_report
 from xformer.study.results import Results
 from xformer.study.spec import Study, read_study
 
-EXPECTED = Path(__file__).with_name("expected.json")
+EXPECTED = Path(__file__).with_suffix(".json")
 SCALE = "mini"
 WIDTH = 5.0  # half the width of a band, in standard deviations over seeds
 NEIGHBOURS = 2  # points on each side over which the deviation is averaged

@@ -23,10 +23,10 @@ from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
 from xformer.monitor import ENDS, records
 from xformer.parallel import processes
+from xformer.parallel.processes import TORCHRUN
 from xformer.prepare import DROPOUT_SETTINGS
 from xformer.recipe import Recipe
 from xformer.run import is_run, read_config
-from xformer.study.plan import TORCHRUN
 
 # fields of a log's record that the clock or the machine decides, and one that older versions wrote
 CLOCK = {"time", "seconds", "real_tokens_per_second", "memory_gib", "mfu", "padding"}
