@@ -1632,8 +1632,6 @@ def test_gpus_are_those_that_the_process_may_see(
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("version.json", "[]", "says no version"),
-        ("version.json", "{}", "says no version"),
         ("digests.json", "[]", ""),  # if this file is damaged, only time is lost
         ("digests.json", "{", ""),
         ("result.json", "{}", "does not say how many seconds"),
@@ -1915,9 +1913,6 @@ def test_a_whole_study(forks: Forks, file: Path, data: Path, tmp_path: Path) -> 
     for path in (old / "letters-mini").iterdir():
         assert path.read_bytes() == (root / "letters-mini" / path.name).read_bytes()
     assert not (root / "made").exists()
-
-    (root / "version.json").write_text('{"results": 0}')
-    refused(forks.run(*arguments), "holds results of version 0", "another output=")
 
 
 def test_jobs_of_a_cluster(tmp_path: Path) -> None:

@@ -27,12 +27,12 @@ from xformer.analysis.drawing import many
 from xformer.config import Settings, find_recipe, load
 from xformer.data.display import duration, say
 from xformer.data.errors import BadInput, Failure, typed
-from xformer.data.files import make_directory, read_json, write_json
+from xformer.data.files import make_directory
 from xformer.start import run
 from xformer.study import pool, sweep, timing
 from xformer.study.claims import registration_lines
 from xformer.study.forecast import Costs, Forecast, Notes
-from xformer.study.plan import RESULTS, Job, Plan, to_do
+from xformer.study.plan import Job, Plan, to_do
 from xformer.study.report import write_report
 from xformer.study.results import Ledger, Results
 from xformer.study.spec import read_study
@@ -115,8 +115,8 @@ def sweep_main(arguments: list[str]) -> None:
         (mine if of_ours or argument in ("-h", "--help") else others).append(argument)
     settings = load(SweepArguments, mine, recipe=False, title=sweep.__doc__)
     study = sweep.read(others)
-    path = Path(settings.out or Path(settings.output) / f"{study.name}.toml")
-    check_version(Path(settings.output))
+    root = _root(settings)
+    path = Path(settings.out or root / f"{study.name}.toml")
     new = study.write(path)
     try:
         plan = _plan(path, "", {}, settings)
@@ -145,9 +145,16 @@ def planned(arguments: list[str]) -> tuple[Plan, Arguments]:
 
 def _plan(path: Path, scale: str, needs: dict[str, str], settings: Execution) -> Plan:
     """The plan of a study file."""
-    study = read_study(path, scale)
-    check_version(Path(settings.output))
-    return Plan(study, Path(settings.output), needs, Path(settings.kept) if settings.kept else None)
+    kept = Path(settings.kept) if settings.kept else None
+    return Plan(read_study(path, scale), _root(settings), needs, kept)
+
+
+def _root(settings: Execution) -> Path:
+    """The directory of all studies. Raises BadInput if it is a file."""
+    root = Path(settings.output)
+    if root.exists() and not root.is_dir():
+        raise BadInput(f"output={root} is a file; give a directory")
+    return root
 
 
 def run_study(plan: Plan, settings: Execution, with_cost: bool = False) -> None:
@@ -181,7 +188,6 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
     directory = plan.root / (f"{stem}-{scale}" if scale else stem)
     make_directory(directory, "output=")
     plan.digests.save()
-    write_json(plan.root / "version.json", {"results": RESULTS})
     for line in _lacking(plan):
         say(f"missing: {line}", error=True)
     ledger.unpack()
@@ -196,23 +202,6 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
         why = first.why.splitlines()[-1] if first.why else "no reason given"
         count = f"{len(bad)} of {len(outcomes)} jobs did not succeed"
         raise Failure(f"{count}; {first.job.name}: {why}")
-
-
-def check_version(root: Path) -> None:
-    """Refuse a directory whose runs another version of the code made."""
-    file = root / "version.json"
-    if root.exists() and not root.is_dir():
-        raise BadInput(f"output={root} is a file; give a directory")
-    if file.exists():
-        content = read_json(file)
-        version = content.get("results") if isinstance(content, dict) else None
-        if not isinstance(version, int):
-            raise BadInput(f"{file} is damaged: it says no version of results")
-        if version != RESULTS:
-            raise BadInput(
-                f"{root} holds results of version {version}, this code makes version {RESULTS}; "
-                "give another output="
-            )
 
 
 def _lacking(plan: Plan) -> list[str]:
