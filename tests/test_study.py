@@ -1261,7 +1261,8 @@ def test_the_headline_is_a_picture_and_a_few_lines(file: Path, data: Path, tmp_p
         "  pretrained                                    60.5  (60.0, 61.0; 2 seeds)",
         "  from scratch                                  50.5  (50.0, 51.0; 2 seeds)",
         "Claims of the study, by paired t tests over seeds:",
-        "  undecided  pre-training helps at every rate: low +10.0; high +10.0",
+        "  undecided  pre-training helps at every rate: low +10.0 (+10.0, +10.0) (one pair, or no "
+        "spread); high +10.0 (+10.0, +10.0) (one pair, or no spread)",
     ]
     assert (directory / "headline.png").stat().st_size > 10_000
     svg = (directory / "headline.svg").read_text()
@@ -1362,11 +1363,10 @@ def test_differences_deviations_means_summaries_and_curves(
     last = verdicts(results)[-1]
     assert last.state == "undecided"  # both seeds differ by the same amount, so there is no spread
     assert "+1.000" in markdown_of(results)
-    (pretrained, scratch) = results.statistics(plan.study.summaries[0])
-    assert [one.value for one in pretrained] == pytest.approx(
+    statistics = results.statistics(plan.study.summaries[0])
+    assert list(statistics["pretrained"].values()) == pytest.approx(
         [2, 0.25, np.std([0.375, 0.125], ddof=1), 0.125, 0.1875, 0.25, 0.3125, 0.375]
     )
-    assert [one.published for one in scratch][:3] == [2.0, -0.125, None]
     panels = results.panels(plan.study.curves[0])
     assert [(panel.name, panel.value) for panel in panels] == [
         ("low", "loss"),
@@ -1381,6 +1381,7 @@ def test_differences_deviations_means_summaries_and_curves(
     text = html_of(results, {}, directory)
     assert text.count("<svg") >= 3 + 1 + 8  # for the tables of means, the curves, and each run
     assert "published -0.125" in text
+    assert re.search(r"\| scratch \| 2<br>2 \| \S+<br>-0.125 \| [\d.]+ \|", markdown_of(results))
 
 
 def test_huangs_summaries_are_of_huangs_differences() -> None:

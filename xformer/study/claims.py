@@ -30,7 +30,7 @@ from xformer.config import find_recipe, merge, read_recipe
 from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.study.plan import Plan
-from xformer.study.results import LEVEL, Results, half_width
+from xformer.study.results import LEVEL, Results, both, half_width
 from xformer.study.spec import SEED, Claim, ScoreTable, Study, seeds_of
 
 POWER = 0.8  # the probability with which a detectable difference is found
@@ -119,6 +119,24 @@ class Verdict:
     parts: tuple[tuple[str, Difference, float | None], ...]  # (level of each, difference, Holm's p)
     registered: str = ""  # the commit that held the claim first, or "exploratory"
     learnt: bool = True  # whether any of its runs is above chance
+
+    def evidence(self) -> str:
+        """The differences that decided the claim, in words."""
+        digits, margin = self.table.digits, self.claim.margin * self.table.scale
+        against = f"p against {margin:g}:" if margin else "p"
+        parts = []
+        for level, difference, p in self.parts:
+            text = f"{level} {difference.mean:+.{digits}f}".lstrip()
+            if difference.half is not None:
+                text += f" ± {difference.half:.{digits}f}"
+            elif len(difference.each) == 2:
+                text += f" {both(*difference.each, digits, '+')}"
+            small = "one pair, or no spread"
+            if p is not None:
+                small = f"{against} {p:.3f}" if p >= 0.0005 else f"{against} < 0.001"
+            parts.append(f"{text} ({small})")
+        floor = "" if self.learnt else "no run is above chance: "
+        return floor + "; ".join(parts) if parts else "no runs to compare"
 
 
 def verdicts(results: Results) -> list[Verdict]:

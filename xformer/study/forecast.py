@@ -91,7 +91,6 @@ class Facts:
     tokenizer: TokenizerFacts
     shape: ModelConfig | None = None
     kind: str | None = None
-    splits: tuple[str, ...] | None = None
     sizes: Mapping[str, tuple[int, int]] | None = None  # rows and tokens of each split, once made
     metric: str | None = None  # that the store names
 
@@ -152,12 +151,20 @@ class Forecast:
                 raise BadInput(f"{line} kind ({first.kind}; {other.kind})")
             if first.tokenizer.is_other(other.tokenizer):
                 raise BadInput(f"{line} tokenizer")
-        splits = None
-        if all(store.splits is not None for store in every):
-            splits = tuple(dict.fromkeys(name for store in every for name in store.splits or ()))
         kind = next((store.kind for store in every if store.kind), None)
         name = " and ".join(store.name for store in every)
-        return replace(first, name=name, kind=kind, splits=splits)
+        return replace(first, name=name, kind=kind, sizes=self.sizes(paths))
+
+    def sizes(self, paths: str | Sequence[str]) -> Mapping[str, tuple[int, int]] | None:
+        """Rows and tokens of each split of stores that are read as one; None if not all exist."""
+        total: dict[str, tuple[int, int]] = {}
+        for sizes in (self.at(path).sizes for path in each(paths)):
+            if sizes is None:
+                return None
+            for split, (rows, tokens) in sizes.items():
+                before = total.get(split, (0, 0))
+                total[split] = (before[0] + rows, before[1] + tokens)
+        return total
 
     def metric(self, job: Job) -> tuple[str, int]:
         """The metric that selects the checkpoint of a run, and HIGHER or LOWER."""
@@ -246,7 +253,7 @@ class Forecast:
         if start is not None:
             check_model(recipe, start)
         if store.kind is not None:
-            known = store.splits if store.splits is not None else ("train", "valid")
+            known = ("train", "valid") if store.sizes is None else tuple(store.sizes)
             check_data(recipe, store.kind, known, store.name)
         if recipe.init is None:
             if size:
@@ -309,8 +316,7 @@ def _read(path: Path, facts: Facts) -> Facts:
     ignored here; the job that uses it reports the error."""
     with suppress(*UNREADABLE):
         meta = read_json(path / "store.json")
-        facts = replace(facts, kind=meta["kind"], splits=tuple(meta["splits"]))
-        facts = replace(facts, metric=meta["metric"])
+        facts = replace(facts, kind=meta["kind"], metric=meta["metric"])
         sizes = {k: (max(1, v["rows"]), v["tokens"]) for k, v in meta["splits"].items()}
         facts = replace(facts, sizes=sizes)
     with suppress(*UNREADABLE):
@@ -422,19 +428,18 @@ class Costs:
 
     def _work(self, job: Job) -> Work | None:
         recipe, shape = self.forecast.recipe(job), self.forecast.made(job).shape
-        stores = [self.forecast.at(path).sizes for path in each(recipe.data)]
-        if shape is None or not all(sizes and "train" in sizes for sizes in stores):
+        sizes = self.forecast.sizes(recipe.data) or {}
+        if shape is None or "train" not in sizes:
             return None
-        rows, tokens = _sum(stores, "train")
+        rows, tokens = sizes["train"]
         length = min(-(-tokens // rows) + 2, recipe.batch.max_tokens or shape.max_positions)
-        if recipe.train.steps:
-            total = recipe.train.steps * (recipe.batch.tokens / length or recipe.batch.rows)
-        else:
-            total = recipe.train.epochs * rows * recipe.fraction
-        steps = total / (recipe.batch.tokens / length if recipe.batch.tokens else recipe.batch.rows)
+        batch = recipe.batch.tokens / length or recipe.batch.rows  # rows of a step
+        total = recipe.train.steps * batch or recipe.train.epochs * rows * recipe.fraction
+        steps = total / batch
         every = recipe.train.validate_every
         validations = steps // every if every else total // (rows * recipe.fraction)
-        scored = (validations + 1) * _sum(stores, "valid")[1] + _sum(stores, "test")[1]
+        valid, test = (sizes.get(split, (0, 0))[1] for split in ("valid", "test"))
+        scored = (validations + 1) * valid + test
         amount = Workload.even(max(1, round(total)), length, recipe.masking.probability)
         operations = float(cost.training_flops(shape, task_of(Head(recipe.head)), amount))
         same = (shape.model_dump(), recipe.head, recipe.batch.model_dump(), length, job.processes)
@@ -442,12 +447,6 @@ class Costs:
         kind = content_key([*same, recipe.train.only, system])
         scoring = operations / (1 + cost.BACKWARD) * scored / amount.tokens
         return Work(kind, operations, scoring, amount.tokens)
-
-
-def _sum(stores: Sequence[Mapping[str, tuple[int, int]] | None], split: str) -> tuple[int, int]:
-    """Rows and tokens of a split of joined stores."""
-    sizes = [(store or {}).get(split, (0, 0)) for store in stores]
-    return sum(rows for rows, _ in sizes), sum(tokens for _, tokens in sizes)
 
 
 # ----------------------------------------------------------------------------- numbers in notes

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from xformer.data import style
-from xformer.study.claims import Verdict, verdicts
+from xformer.study.claims import verdicts
 from xformer.study.results import LEVEL, Cell, Panel, Results
 from xformer.study.spec import METRIC, Headline, ScoreTable
 
@@ -101,17 +101,4 @@ def lines(results: Results, headline: Headline) -> Iterator[str]:
     if every:
         yield "Claims of the study, by paired t tests over seeds:"
     for verdict in every:
-        yield f"  {verdict.state:<10} {verdict.claim.text}: {_evidence(verdict)}"
-
-
-def _evidence(verdict: Verdict) -> str:
-    """The differences that decided a claim, with their intervals and p."""
-    digits, parts = verdict.table.digits, []
-    for level, difference, p in verdict.parts:
-        text = f"{level} {difference.mean:+.{digits}f}".lstrip()
-        if difference.half is not None:
-            text += f" ± {difference.half:.{digits}f}"
-        if p is not None:
-            text += f", p {p:.3f}" if p >= 0.0005 else ", p < 0.001"
-        parts.append(text)
-    return "; ".join(parts) or "no runs to compare"
+        yield f"  {verdict.state:<10} {verdict.claim.text}: {verdict.evidence()}"

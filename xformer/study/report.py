@@ -33,8 +33,6 @@ from xformer.study.results import (
     Panel,
     Results,
     Sample,
-    Statistic,
-    both,
     mean_line,
     state_of,
     write_csv,
@@ -211,29 +209,10 @@ def _claims(results: Results) -> Iterator[Section]:
     rows = []
     for verdict in every:
         row = [Entry(verdict.claim.text, prose=True), Entry(verdict.state, bold=True)]
-        row += [Entry(text, prose=True) for text in (_ground(verdict), *_registration(verdict))]
+        row += [Entry(text, prose=True) for text in (verdict.evidence(), *_registration(verdict))]
         rows.append(row)
     title = "The paper's claims, and whether they hold here" if study.paper else "Claims"
     yield Section(title, grid=Grid(headers, rows), note=note)
-
-
-def _ground(verdict: Verdict) -> str:
-    """The differences that decided a claim, in words."""
-    digits, margin = verdict.table.digits, verdict.claim.margin * verdict.table.scale
-    against = f"p against {margin:g}:" if margin else "p"
-    parts = []
-    for level, difference, p in verdict.parts:
-        text = f"{level} {difference.mean:+.{digits}f}".lstrip()
-        if difference.half is not None:
-            text += f" ± {difference.half:.{digits}f}"
-        elif len(difference.each) == 2:
-            text += f" {both(*difference.each, digits, '+')}"
-        small = "one pair, or no spread"
-        if p is not None:
-            small = f"{against} {p:.3f}" if p >= 0.0005 else f"{against} < 0.001"
-        parts.append(f"{text} ({small})")
-    floor = "" if verdict.learnt else "no run is above chance: "
-    return floor + "; ".join(parts) if parts else "no runs to compare"
 
 
 def _registration(verdict: Verdict) -> list[str]:
@@ -387,17 +366,20 @@ def _summary(results: Results, summary: Summary, notes: Notes) -> Section:
     about = f"Over the cells of the table above, {table.title!r}, by {summary.by}"
     if summary.published is not None:
         about += f"; then the number in {summary.published.source}"
-    rows = [[Entry(row[0].row), *map(_statistic, row)] for row in results.statistics(summary)]
+    rows = []
+    for level, values in results.statistics(summary).items():
+        name = results.study.stands_for(summary.by, level)
+        entries = [_statistic(summary, name, what, value) for what, value in values.items()]
+        rows.append([Entry(level), *entries])
     grid = Grid((summary.by, *STATISTICS), rows)
     return Section(summary.title, f"{about}.", grid=grid, deviations=_deviations(notes, table))
 
 
-def _statistic(one: Statistic) -> Entry:
-    """ "12" for a count, "-0.008" for all else."""
-    text = "-"
-    if one.value is not None:
-        text = f"{one.value:.0f}" if one.column == "count" else f"{one.value:.3f}"
-    return Entry(text, "" if one.published is None else f"{one.published:g}", one.value)
+def _statistic(summary: Summary, level: str, what: str, value: float | None) -> Entry:
+    """ "12" for a count, "-0.008" for all else; with the published number of a level."""
+    published = summary.published.number(level, what) if summary.published else None
+    text = "-" if value is None else f"{value:.0f}" if what == "count" else f"{value:.3f}"
+    return Entry(text, "" if published is None else f"{published:g}", value)
 
 
 def _curves(curves: Curves, panels: list[Panel], notes: Notes) -> Section:

@@ -39,6 +39,7 @@ from xformer.study.plan import UNPACKED, Job, Plan
 from xformer.study.pool import Outcome
 from xformer.study.spec import (
     METRIC,
+    RESERVED,
     SEED,
     STATISTICS,
     Curves,
@@ -52,7 +53,6 @@ LEVEL = 0.95  # of every interval; tests decide at 1 - LEVEL
 ENOUGH = 8  # scores that a bootstrap needs; with three, its interval is just the range
 RESAMPLES = 10_000
 ROUNDING = 5e-4  # of a score at chance
-COLUMNS = ("stage", "run", "state", "key", "seconds", "split", "metric", "value")
 CONFIG = "config.json"
 OF_A_RUN = ("result.json", CONFIG, RUN_MANIFEST, "log.jsonl", "code.diff")
 KEY = "key"  # the member that says which job it is
@@ -168,16 +168,6 @@ class Cell:
         if self.value is None or self.published is None:
             return None
         return self.value - self.published
-
-
-@dataclass(frozen=True)
-class Statistic:
-    """A statistic of a table's cells: ours, and the published one."""
-
-    row: str
-    column: str
-    value: float | None
-    published: float | None
 
 
 @dataclass(frozen=True)
@@ -349,8 +339,8 @@ class Results:
             rows.sort(key=lambda row: math.inf if row[0].value is None else -sign * row[0].value)
         return rows
 
-    def statistics(self, summary: Summary) -> list[list[Statistic]]:
-        """A summary's rows: the statistics of a table's cells at each level of a factor.
+    def statistics(self, summary: Summary) -> dict[str, dict[str, float | None]]:
+        """A summary: the statistics of a table's cells at each level of a factor.
 
         A cell counts once, by its mean over runs. As in the papers, the deviation is that of a
         sample and quartiles are interpolated, which is what pandas does.
@@ -362,16 +352,7 @@ class Results:
             group = groups.setdefault(cell.row if summary.by == table.rows else cell.column, [])
             if cell.sample is not None:
                 group.append(cell.sample.mean)
-        printed = summary.published.number if summary.published else lambda *_: None
-        return [
-            [
-                Statistic(
-                    level, what, value, printed(self.study.stands_for(summary.by, level), what)
-                )
-                for what, value in statistics_of(values).items()
-            ]
-            for level, values in groups.items()
-        ]
+        return {level: statistics_of(values) for level, values in groups.items()}
 
     # ------------------------------------------------------------------------ curves and pictures
 
@@ -477,7 +458,7 @@ def write_csv(path: Path, results: Results, outcomes: dict[str, Outcome]) -> Non
     """results.csv: a line for each run, split and metric, with a column for each factor."""
     factors = dict.fromkeys(f for stage in results.study.stages.values() for f in stage.vary)
     text = io.StringIO()
-    writer = csv.DictWriter(text, [*COLUMNS[:2], *factors, *COLUMNS[2:]], lineterminator="\n")
+    writer = csv.DictWriter(text, [*RESERVED[:2], *factors, *RESERVED[2:]], lineterminator="\n")
     writer.writeheader()
     writer.writerows(_csv_rows(results, outcomes))
     path.write_text(text.getvalue(), encoding="utf-8")

@@ -48,7 +48,8 @@ from xformer.recipe import Recipe
 Levels = dict[str, str]  # {factor: level}
 METRIC = "metric"  # stands for the columns of a table whose columns are not a factor
 SEED = "seed"  # the factor over whose levels scores are compared in pairs
-RESERVED = ("stage", "run", "state", "key", "seconds", "split", METRIC, "value")  # in results.csv
+# columns of results.csv, before and after those of the factors
+RESERVED = ("stage", "run", "state", "key", "seconds", "split", METRIC, "value")
 STATISTICS = ("count", "mean", "std", "min", "25%", "50%", "75%", "max")
 FACTOR = re.compile(r"\{[A-Za-z][\w.-]*\}")
 PLACE = re.compile(r"\{(need|made|stage)\.([\w-]+)(?:\(([\w-]+)=([^(){}]+)\))?\}")
