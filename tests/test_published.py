@@ -125,7 +125,7 @@ def test_albert_s_tokenizer_json_of_old(tmp_path):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing": ({}, "has none of tokenizer.json, vocab.txt, vocab.json with merges.txt, and"),
+    "nothing": ({}, "must contain tokenizer.json, vocab.txt, spiece.model, or vocab.json"),
     "another text": ({"vocab.txt": "Some\ntext\n"}, "vocab.txt: the vocabulary lacks the special"),
     "one special missing": (
         {"vocab.txt": WORDS.replace("[MASK]\n", "")},
