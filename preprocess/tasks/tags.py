@@ -137,7 +137,7 @@ def columns_of(path: Path, split: str, word: int, label: int | None) -> ConllCol
         for_words = f"{word} for the words; see --word"
         for_labels = f"{label} for the labels (the words are in column {word}); see --label"
         raise BadInput(
-            f"{path} has {width} column{'s' * (width != 1)}, by its first line; there is no column "
+            f"the first line of {path} has {width} column{'s' * (width != 1)}; there is no column "
             f"{for_words if word > width else for_labels}"
         )
     return columns._replace(width=width, label=label - 1 if labelled else None)

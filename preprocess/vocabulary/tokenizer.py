@@ -219,5 +219,6 @@ def _unreachable(tokenizer: tokenizers.Tokenizer) -> str:
     if len(capitals) < 0.01 * len(tokenizer) or used & set(capitals):
         return ""
     return (
-        f" (texts are lower-cased: the {len(capitals):,} with capitals are never used; see --cased)"
+        f" (texts are lower-cased, so the {len(capitals):,} pieces with capitals are never used; "
+        "see --cased)"
     )
