@@ -218,8 +218,8 @@ def _marks(
 ) -> Marks:
     """What names the splits of a file's rows.
 
-    `split` is the split as which the whole file was given, "" if none. `used` collects the columns
-    or fields that are read.
+    `split` is the split that the whole file belongs to, "" if the user named none. `used` collects
+    the columns or fields that are read.
     """
     if columns is not None:
         return splits.find(RowTable(path), split_column, columns, split, used)

@@ -148,8 +148,8 @@ def sentences(
 ) -> Iterator[tuple[int, list[str], list[str]]]:
     """Yield (line of its first word, words, labels) of every sentence.
 
-    If the file has no labels, they are NO_LABEL. A sentence with a line that cannot be read goes to
-    `bad`. Lines with -DOCSTART- between documents are left out.
+    In a file without labels, every label is NO_LABEL. A sentence with a line that cannot be read
+    goes to `bad`. Lines with -DOCSTART- between documents are left out.
     """
     for block in _blocks(path, columns, bad):
         faults = ((at, _fault(fields, columns)) for at, fields in block)

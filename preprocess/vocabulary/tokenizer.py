@@ -31,7 +31,7 @@ def learn(
     """
     total = sum(path.stat().st_size for path in paths)
     characters: set[str] = set()
-    if kind == "wordpiece":  # if it is not told the characters, its trainer breaks ties at random
+    if kind == "wordpiece":  # without the characters, the trainer breaks ties at random
         with Progress("looking for characters", total, "B") as bar:
             for text, _ in read_documents(paths, options, bar.advance):
                 characters.update(text)
