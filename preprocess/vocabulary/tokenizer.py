@@ -219,6 +219,6 @@ def _unreachable(tokenizer: tokenizers.Tokenizer) -> str:
     if len(capitals) < 0.01 * len(tokenizer) or used & set(capitals):
         return ""
     return (
-        f" (texts are lower-cased, so the {len(capitals):,} pieces with capitals are never used; "
+        f" (texts are lower-cased, so pieces with capitals ({len(capitals):,}) are never used; "
         "see --cased)"
     )
