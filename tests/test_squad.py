@@ -317,7 +317,7 @@ def test_a_single_article_is_split_by_context(monkeypatch, tmp_path, tokenizer, 
 @pytest.mark.parametrize(
     ("count", "options", "phrase"),
     [
-        (2, [], "has too few contexts to divide (1); give --train FILE and --valid FILE"),
+        (2, [], r"has too few contexts to divide \(1\); give --train FILE and --valid FILE"),
         (3, ["--valid", "x"], "--valid cannot be combined with --input .*; give it as --train"),
     ],
 )
