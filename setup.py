@@ -1,9 +1,9 @@
 """Declares the packages and the C++ operations. pyproject.toml declares everything else.
 
-Two folders of the checkout are installed inside the package xformer: preprocess/ with its rooms as
-xformer.preprocess, and recipes/ as data. xformer/ops/native.cpp is compiled for the processor of
-this machine. Set $CXX to use a compiler other than c++. If it cannot be compiled, the installation
-continues without it.
+Two folders of the checkout are installed inside the package xformer: preprocess/ with its
+subpackages as xformer.preprocess, and recipes/ as data. xformer/ops/native.cpp is compiled for the
+processor of this machine. Set $CXX to use a compiler other than c++. If it cannot be compiled, the
+installation continues without it.
 """
 
 import hashlib

@@ -155,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("data", type=Path, help="The directory of the raw data.")
     parser.add_argument("--output", type=Path, required=True, help="The table, as Markdown.")
-    parser.add_argument("--figures", type=Path, help="A directory for a figure a kind of corpus.")
+    parser.add_argument("--figures", type=Path, help="A directory for a figure per kind of corpus.")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         made = Path(directory)

@@ -5,9 +5,9 @@
 
 Each part runs in its own process with a time limit, so that a part that fails or hangs does not
 stop the others. The checks run at the same time; then the models are timed one after another. All
-ends after --minutes: a part that is cut off keeps the rows that it has, and the report says which
-parts were cut off. Weights and data are random, and nothing is downloaded. gpu.md and gpu.json are
-written again after every part.
+parts end after --minutes. A part that is cut off keeps the rows that it has, and the report says
+which parts were cut off. Weights and data are random, and nothing is downloaded. gpu.md and
+gpu.json are written again after every part.
 """
 
 from __future__ import annotations
@@ -533,7 +533,7 @@ CHECKS: dict[str, Callable[[bool], Iterable[Row]]] = {
     "repeat": repeat,
     "ranks": ranks,
 }
-SPEEDS = {  # in the order of their use to most users, because the last may be cut off
+SPEEDS = {  # the most useful parts first, because the last ones may be cut off
     "fine-tuning": fine_tuning,
     "BERT-base": speed_of("BERT-base"),
     "MiniLM": speed_of("MiniLM"),

@@ -5,7 +5,8 @@
 
 The matrix products of a step take their FLOPs over the peak. The work between them takes its bytes
 over the bandwidth. The host takes its time for every launch. As long as the host is ahead, the GPU
-does the first two one after the other. So a step takes their sum, or the third if that is more.
+does the products and the work between them in turn. So a step takes the sum of these two times, or
+the host's time if that is longer.
 
 Bytes and launches are counted on tensors without content (benchmarks/fake_cuda.py), twice: as the
 step runs without torch.compile, and as if everything between two products were one kernel, which
@@ -173,7 +174,7 @@ def counted(flops: float, operations: Sequence[Operation]) -> Work:
 def fused(operations: Sequence[Operation]) -> tuple[int, int]:
     """Bytes between products, and launches, if what lies between two products were one kernel.
 
-    Only what runs before the last product: the optimizer stays as it is.
+    This holds only for what runs before the last product; the optimizer does not change.
     """
     last = max(i for i, one in enumerate(operations) if one.is_product)
     used = {key: i for i, one in enumerate(operations) for key in one.reads}  # the last use
@@ -210,7 +211,7 @@ class Times(NamedTuple):
 
     @property
     def limit(self) -> str:
-        """What takes most of them."""
+        """The part that takes the most milliseconds."""
         return max(self._asdict(), key=lambda name: getattr(self, name))
 
 

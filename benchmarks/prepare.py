@@ -166,9 +166,9 @@ def trial(bench: Bench, store: Store, name: str, rows: int) -> tuple[Path, Path]
     """Make (store, table) with the same rows of `store`: as many as the warm-up and the measured
     steps need.
 
-    The Trainer's length-grouped sampler divides all rows into batches. These rows are whole batches
-    of it, evenly spread from the shortest to the longest. The table has them batch by batch in
-    random order, so that a sequential reader gets typical batches of that sampler. (The sampler
+    The Trainer's length-grouped sampler divides all rows into batches. These rows are some of its
+    whole batches, evenly spread from the shortest to the longest. The table has them batch by batch
+    in random order, so that a sequential reader gets typical batches of that sampler. (The sampler
     itself starts with its longest batch, so its first steps would not be typical.)
     """
     path = bench.folder / f"trial-{name}"

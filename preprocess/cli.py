@@ -81,8 +81,8 @@ SUB_COMMANDS = {
     "vocab-overlap": SubCommand(
         english_like.add_overlap_arguments,
         english_like.run_overlap,
-        "Count the English-like pieces (letters A to Z only) of two vocabularies, and how many of "
-        "them both have.",
+        "Count the English-like pieces (letters A to Z only) of two vocabularies, and how many "
+        "occur in both.",
     ),
     "english-contexts": SubCommand(
         english_like.add_contexts_arguments,

@@ -52,7 +52,7 @@ def text_columns(store: Store, split: str) -> dict[str, Ragged]:
 
 
 def row_lengths(columns: Sequence[Ragged]) -> Counter[int]:
-    """How many rows have each number of tokens. The tokens of all these columns count."""
+    """How many rows have each number of tokens. The tokens of all columns are added."""
     rows: Counter[int] = Counter()
     for start in range(0, len(columns[0]), BLOCK):
         lengths = sum(np.diff(column.offsets[start : start + BLOCK + 1]) for column in columns)

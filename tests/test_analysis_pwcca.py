@@ -179,7 +179,7 @@ def test_a_layer_norm_output_lacks_one_direction() -> None:
 
 def test_fewer_samples_than_neurons_warn_with_the_number_needed() -> None:
     x, y = networks(9, 13, 7)
-    with pytest.warns(UserWarning, match=r"9 tokens are too few.* more than 15, better 80"):
+    with pytest.warns(UserWarning, match=r"9 tokens are too few.* 15 tokens, and ideally 80"):
         measured = compare_networks(x, y)
     assert measured.ranks == (8, 7)
     assert measured.correlations == pytest.approx(1)
@@ -188,7 +188,7 @@ def test_fewer_samples_than_neurons_warn_with_the_number_needed() -> None:
 
 def test_arrays_that_are_not_two_networks_are_refused() -> None:
     x, y = networks(31, 3, 2)
-    with pytest.raises(ValueError, match="31 samples and y 30"):
+    with pytest.raises(ValueError, match="31 samples and y has 30"):
         pwcca(x, y[:30])
     with pytest.raises(ValueError, match="all neurons are constant"):
         pwcca(np.full((31, 3), 0.1), y)

@@ -652,7 +652,7 @@ def test_empty_rows_and_empty_batches() -> None:
 
 
 def test_rows_too_short_for_the_special_tokens_are_refused() -> None:
-    with pytest.raises(BadInput, match="max_tokens=3 has no room for the 4 special tokens"):
+    with pytest.raises(BadInput, match="max_tokens=3 leaves no room for the 4 special tokens"):
         Assembler(split_of([[5]], [[6]]), ROBERTA, 3)
 
 

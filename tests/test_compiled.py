@@ -347,7 +347,7 @@ def test_inductor_compiles_two_models(monkeypatch: pytest.MonkeyPatch, tmp_path:
         filled = capacities_for(task, [batch]).fill(batch)
         expected = step(model, batch)
         note = compile_parts(model, "layers", ALONE, lambda f=filled: to_device(f, CPU), "fp32")  # type: ignore[misc]
-        assert note == "torch.compile: layers; the first batch of each shape takes long"
+        assert note == "torch.compile: layers; the first batch of each shape takes longer"
         same_step(step(model, filled), expected)
     assert any(tmp_path.rglob("*.so"))
 

@@ -90,7 +90,7 @@ def test_rows_beyond_the_positions_are_refused(forks: Forks, tmp_path: Path) -> 
     )
     assert not (tmp_path / "run").exists()
     refused(forks.run(*run, f"data={long}", "batch.max_tokens=18"), "give batch.max_tokens=17")
-    refused(forks.run(*run, f"data={long}", "batch.max_tokens=2"), "batch.max_tokens=2 has no room")
+    refused(forks.run(*run, f"data={long}", "batch.max_tokens=2"), "max_tokens=2 leaves no room")
     truncated = forks.run(*run, f"data={long}", "batch.max_tokens=17", "train.steps=1")
     assert "are truncated" in good(truncated).err + truncated.out
     good(forks.run(*line, "--max-tokens", "15", "--output", short))

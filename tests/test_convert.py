@@ -391,7 +391,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         "lacks the special tokens [PAD], [CLS], [SEP]",
     ),
     "vocabulary not UTF-8": (written("vocab.txt", b"a\n\xff\n"), "vocab.txt is not UTF-8"),
-    "no vocabulary": (without("vocab.txt"), "has none of tokenizer.json, vocab.txt"),
+    "no vocabulary": (without("vocab.txt"), "must contain tokenizer.json, vocab.txt"),
     "another tokenizer": (
         written("tokenizer.json", '{"model": {"type": "BPE"}, "normalizer": null}'),
         "tokenizer.json is not BERT's WordPiece",

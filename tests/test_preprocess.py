@@ -701,7 +701,10 @@ REFUSED = [
     ([*TSV, "wordpiece"], "holds no training file"),
     ([*TSV, "t.tsv", "--text", "txt"], "no column 'txt'; it has 'text', 'label', 'score'; did you"),
     ([*TSV, "t.tsv", "--no-header"], "a column is a number from 1, not 'text'"),
-    ([*TSV, "t.tsv", "--no-header", "--text", "9", "--label", "1"], "3 columns; there is no 9"),
+    (
+        [*TSV, "t.tsv", "--no-header", "--text", "9", "--label", "1"],
+        "3 columns; there is no column 9",
+    ),
     ([*TSV, "t.tsv", "--metric", "pearson"], "--metric pearson does not fit --kind class"),
     ([*TSV, "t.tsv", "--labels", "a,c"], r"t.tsv:3: label 'b' is not one of a, c"),
     ([*TSV, "t.tsv", "--delimiter", "::"], "'::' is not one character"),

@@ -67,7 +67,7 @@ def test_the_command_brings_in_a_vocabulary(tmp_path):
     put(tmp_path, {"my.vocab.txt": WORDS})
     arguments = ["preprocess.py", "tokenizer", "--from", tmp_path / "my.vocab.txt", "--output"]
     said = good(command(*arguments, tmp_path / "low")).out
-    assert "of 9 pieces (texts are lower-cased: the 1 with capitals are never" in said
+    assert "of 9 pieces (texts are lower-cased, so pieces with capitals (1) are never" in said
     said = good(command(*arguments, tmp_path / "cased", "--cased")).out
     assert "of 9 pieces, 0." in said
     for name, ids in (("low", [5, 7, 8]), ("cased", [6, 7, 8])):
@@ -125,7 +125,7 @@ def test_albert_s_tokenizer_json_of_old(tmp_path):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing": ({}, "has none of tokenizer.json, vocab.txt, vocab.json with merges.txt, and"),
+    "nothing": ({}, "must contain tokenizer.json, vocab.txt, spiece.model, or vocab.json"),
     "another text": ({"vocab.txt": "Some\ntext\n"}, "vocab.txt: the vocabulary lacks the special"),
     "one special missing": (
         {"vocab.txt": WORDS.replace("[MASK]\n", "")},

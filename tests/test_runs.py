@@ -202,11 +202,11 @@ def test_what_is_not_a_run_costs_a_line(
         (("csv=a.csv",), "the first argument must be a directory of runs, not 'csv=a.csv'"),
         (("{runs}", "cvs=a"), "unknown key cvs; did you mean csv?"),
         (("{runs}", "csv={none}/x/a.csv"), "x is not a directory; make it first"),
-        (("rows", "{runs}", "step=1"), "is not a run: it has no config.json that training wrote"),
+        (("rows", "{runs}", "step=1"), "is not a run: it lacks the config.json that"),
         (("rows", "{runs}/b9"), "step must be given: step=..."),
         (("rows", "{runs}/b9", "step=0"), "step=0: input should be greater than or equal to 1"),
         (("rows", "{runs}/b9", "step=10"), "step=10: {runs}/b9 ends at step 9"),
-        (("rows", "{runs}/b9", "step=1", "data={other}"), "is not what {runs}/b9 was made with"),
+        (("rows", "{runs}/b9", "step=1", "data={other}"), "differs from what {runs}/b9 was"),
         (("rows", "{runs}/deeper/classes", "step=76"), "classes ends at step 75"),
     ],
 )

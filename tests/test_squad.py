@@ -172,7 +172,7 @@ def test_a_run_needs_answers_to_validate_on(monkeypatch, tmp_path, tokenizer):
     make(monkeypatch, tmp_path, tokenizer, squad(question(0, "1973")), "--valid", held_out)
     given = [f"data={tmp_path / 's'}", f"run={tmp_path / 'run'}", "model.layers=1"]
     recipe = load(Recipe, ["finetune/squad", *given])
-    with pytest.raises(BadInput, match="the split 'valid' has no labels, so that the run cannot"):
+    with pytest.raises(BadInput, match="the split 'valid' has no labels, so the run cannot"):
         prepare(recipe, ALONE)
     assert not (tmp_path / "run").exists()
 
@@ -317,7 +317,7 @@ def test_a_single_article_is_split_by_context(monkeypatch, tmp_path, tokenizer, 
 @pytest.mark.parametrize(
     ("count", "options", "phrase"),
     [
-        (2, [], "has too few contexts to divide, 1; give --train FILE and --valid FILE"),
+        (2, [], r"has too few contexts to divide \(1\); give --train FILE and --valid FILE"),
         (3, ["--valid", "x"], "--valid cannot be combined with --input .*; give it as --train"),
     ],
 )

@@ -591,5 +591,5 @@ def test_the_shuffle_command_and_a_vocabulary_too_small(tmp_path):
     assert store.meta["origin"]["synthetic"]["depth"] == 8
     assert np.flatnonzero(counts).tolist() == list(range(5, 25))
     corpus = Corpus("shuffle", 5000, (90, 120), 0, 10, 0.5, 8)
-    with pytest.raises(BadInput, match="--vocab-size 20 has no room for --distinct 10 kinds"):
+    with pytest.raises(BadInput, match="--vocab-size 20 is too small: --distinct 10 kinds"):
         synthetic.write_corpus(tmp_path / "small", corpus, 20, None, {})

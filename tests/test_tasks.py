@@ -712,7 +712,7 @@ def test_classes_by_file_names_and_a_training_file(
     (raw / "m.fna.gz").rename(raw / "m.fasta.gz")
     raw_names = "beta-barrel.FASTA, m.fasta.gz"
     (raw / "dev.csv").write_text("sequence,label\nACGT,x\n")
-    with pytest.raises(BadInput, match="several endings"):
+    with pytest.raises(BadInput, match="several formats"):
         make("dna", "--input", raw, name="x")
     (raw / "dev.csv").unlink()
     store = make("dna", "--input", raw, name="splits")

@@ -246,7 +246,7 @@ def test_a_bad_weight_ends_a_run(forks: Forks, data: Toys, tmp_path: Path) -> No
         assert done.status == 1
         said = done.err.splitlines()[-1]
         assert "at step 6: the weight encoder.layers.0.mlp.up.weight" in said, said
-        assert "may hold the same bad value; dropping updates does not mend a weight" in said, said
+        assert "may hold the same bad value; dropping updates cannot repair a weight" in said, said
         assert "of the store" not in said, said
     assert "from step 4" in good(forks.run(*line)).err
     for name, weight in weights(tmp_path / "good").items():

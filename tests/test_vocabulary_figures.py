@@ -140,7 +140,7 @@ def test_the_commands(tmp_path):
         command("preprocess.py", "english-contexts", tmp_path / "s", "--json", tmp_path / "c.json")
     )
     assert done.out.splitlines()[1:] == [
-        "train: 33.333% (1 of 3); of those that do not overlap 100.000% (1 of 1)",
+        "train: 33.333% (1 of 3); without overlap 100.000% (1 of 1)",
         "test: no row of 10 pieces",
     ]
     written = json.loads((tmp_path / "c.json").read_text())

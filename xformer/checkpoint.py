@@ -89,7 +89,7 @@ class Checkpoint:
         return self._built(copy=True)
 
     def _built(self, copy: bool) -> Model:
-        """The model. Without `copy` it shares the weights, so that it must not be trained."""
+        """The model. Without `copy` it shares the weights, so it must not be trained."""
         with torch.device("meta"):
             model = Model(self.config, self.task, parts_of(self.weights))
         check_weights(self.weights, model.state_dict(), "the checkpoint")
@@ -263,7 +263,8 @@ def check_vocabulary(config: ModelConfig, pieces: int) -> None:
     """Raise BadInput if a fresh model has fewer embeddings than its tokenizer has pieces."""
     if 0 < config.vocab_size < pieces:
         raise BadInput(
-            f"model.vocab_size={config.vocab_size} is below the tokenizer's {pieces}; leave it out"
+            f"model.vocab_size={config.vocab_size} is below the tokenizer's {pieces} pieces; "
+            "leave it out"
         )
 
 

@@ -48,7 +48,7 @@ EVALUATE = """Score a checkpoint, fill masks, or predict raw rows.
 The first argument is the directory of a checkpoint or of a finished run. A run stands for the
 checkpoint that train.select chose. Give exactly one of data=, text= and input=.
 """
-ENCODE = """Write the vectors of texts, one per text.
+ENCODE = """Turn texts into vectors, one vector per text.
 
     xformer encode micro/english input=sentences.txt out=vectors.npy
     xformer encode runs/cola input=reviews.csv column=review out=vectors.h5 normalize=true
@@ -196,7 +196,7 @@ COMMANDS = {
     "preprocess": Command("Turn raw files into stores for training.", _preprocess),
     "train": Command("Pre-train or fine-tune a model, as a recipe says.", _train),
     "evaluate": Command("Score a checkpoint, fill masks, or predict raw rows.", _evaluate),
-    "encode": Command("Write the vectors of texts, one per text.", _encode),
+    "encode": Command("Turn texts into vectors, one vector per text.", _encode),
     "convert": Command(
         "Import and export Hugging Face checkpoints, and describe a checkpoint.",
         _program("convert"),

@@ -298,7 +298,8 @@ def _complaints(
     schema: type[Settings], values: dict[str, Any], errors: list[ErrorDetails]
 ) -> list[str]:
     """pydantic's errors as lines, at most one for each value. pydantic reports an error for every
-    type that a value may have. If one is about a part of the value it is kept, else the first."""
+    type that a value may have. An error about a part of the value is preferred to one about the
+    whole; of several, the first is kept."""
     lines: dict[tuple[str | int, ...], str] = {}
     for error in errors:
         place = _place(values, error)
@@ -493,7 +494,7 @@ def _operation_help(operation: type[BaseModel]) -> list[str]:
 
 
 def wrapped(text: str | None, indent: int) -> list[str]:
-    """A text as the lines of a paragraph, which are at most WIDTH columns wide with the indent."""
+    """A text as the lines of a paragraph, at most WIDTH characters wide, indent included."""
     margin = " " * indent
     words = " ".join((text or "").split())
     return textwrap.wrap(words, WIDTH, initial_indent=margin, subsequent_indent=margin)

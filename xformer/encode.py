@@ -1,4 +1,4 @@
-"""Compute a vector for each of some texts with a checkpoint, and write the vectors to a file."""
+"""Compute one vector per text with a checkpoint, and write the vectors to a file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class EncodeConfig(Settings):
     """Texts are cut to this many tokens, special tokens included. Default: as many as the model
     accepts."""
     batch_tokens: int = Field(CHUNK, ge=1)
-    """Texts of about this many tokens are computed together."""
+    """Texts are encoded in batches of about this many tokens."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Type of the matrix products."""
     threads: int = Field(0, ge=0, le=1024)
@@ -74,7 +74,7 @@ def main(read_texts: ReadTexts) -> None:
         texts = read_texts(Path(config.input), config.column)
         ranks = processes.start(SystemConfig(threads=config.threads))
         if ranks.world_size > 1:
-            raise BadInput("this command is a single process; start it without torchrun")
+            raise BadInput("this command runs as a single process; start it without torchrun")
         with ranks.autocast(config.precision):
             vectors = checkpoint.encode(
                 texts,

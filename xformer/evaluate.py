@@ -88,9 +88,9 @@ class EvaluateConfig(Settings):
     task: FASTA, csv, tsv, JSON lines, parquet, MIDI, SQuAD, CoNLL's columns. Labels may be missing.
     A file that contains only texts needs no header."""
     columns: Annotated[tuple[str, ...], BeforeValidator(_names)] = ()
-    """The column of input= that holds the text, or a list of columns if a row has several texts: of
-    a pair, both; of a question, it and its context; of a choice, the context and the endings.
-    Empty: those of training."""
+    """The column of input= that holds the text, or a list of columns if a row has several texts:
+    the two texts of a pair; a question and its context; a context and its endings. Empty: the
+    columns that the training data had."""
     mapping: str | None = None
     """How token ids of the store become those of the model (see `python train.py --help`). Default:
     the mapping that the checkpoint was trained with."""

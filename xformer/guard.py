@@ -125,7 +125,7 @@ def _remedy(session: Session, stage: int) -> str:
     """Where a run that stops at trouble can continue from, and how."""
     newest, remedy = "is from an earlier step", "train.trouble=skip drops such updates"
     if stage == WEIGHT:
-        newest, remedy = "may hold the same bad value", "dropping updates does not mend a weight"
+        newest, remedy = "may hold the same bad value", "dropping updates cannot repair a weight"
     if any((session.run.path / "checkpoints").glob("step_*")):
         return f"the newest checkpoint {newest}; {remedy}"
     return f"there is no checkpoint; {remedy}"

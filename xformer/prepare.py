@@ -141,7 +141,7 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
         raise BadInput(f"{store.name}: the split 'train' has rows without a label")
     if "valid" in store.splits and not task.has_labels(store.split("valid")):
         raise BadInput(
-            f"{store.name}: the split 'valid' has no labels, so that the run cannot be validated; "
+            f"{store.name}: the split 'valid' has no labels, so the run cannot be validated; "
             "make the store again with labels for this split, or without the split"
         )
     train_assembler = Assembler(split, start.tokenizer, recipe.batch.max_tokens, array)
@@ -161,7 +161,7 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
 def with_precision(recipe: Recipe, ranks: Ranks) -> tuple[Recipe, str]:
     """The recipe with fp32 or bf16 in place of `system.precision=auto`, and a line about it.
 
-    A run that continues keeps its precision, also on another machine. A new run takes bf16 if it is
+    A run that continues keeps its precision, even on another machine. A new run takes bf16 if it is
     fast on the device of every rank.
     """
     chosen_by_user = recipe.system.precision
@@ -213,7 +213,7 @@ def _with_shape(recipe: Recipe, start: Checkpoint) -> tuple[Recipe, list[str]]:
 
 
 def _with_length(recipe: Recipe, start: Checkpoint, store: Store) -> Recipe:
-    """The recipe, in which the length of the model's longest row replaces `batch.max_tokens=0`.
+    """The recipe. `batch.max_tokens=0` is replaced by the longest row that the model accepts.
     Raises BadInput if the store has a longer row."""
     if recipe.batch.max_tokens:
         return recipe
@@ -300,8 +300,8 @@ def check_model(recipe: Recipe, config: ModelConfig) -> None:
         )
     if batch.tokens and batch.tokens < batch.max_tokens:
         raise BadInput(
-            f"batch.tokens={batch.tokens} is below batch.max_tokens={batch.max_tokens}, the tokens "
-            "of one row; raise the one or lower the other"
+            f"batch.tokens={batch.tokens} is below batch.max_tokens={batch.max_tokens}, the length "
+            "of one row; raise batch.tokens or lower batch.max_tokens"
         )
     checkpoints.check_head(config, TASKS[recipe.head])
 
@@ -319,8 +319,9 @@ def check_data(recipe: Recipe, kind: str, splits: Collection[str], store: object
 def with_settings(
     config: ModelConfig, wanted: ModelConfig, overrides: Collection[str] | None = None
 ) -> ModelConfig:
-    """A checkpoint's model config with the dropout of `wanted`. Raises BadInput that names all
-    other keys in which the two differ, among the `overrides` (None: all keys)."""
+    """A checkpoint's model config with the dropout of `wanted`. If the two differ in other keys,
+    raises a BadInput that names them. It checks the architecture and the `overrides` (None: all
+    keys)."""
     refused = {
         f"model.{name}": values
         for name, values in _differing(config, wanted).items()
@@ -359,7 +360,7 @@ def _pair_scale(recipe: Recipe, store: Store) -> float:
     masks = TASKS[recipe.head].predicts_masked
     if not masks or "tokens_b" not in split.columns or len(store.labels) != 2:
         raise BadInput(
-            "masking.pair_weight needs head=mlm and a store of pairs of two classes; "
+            "masking.pair_weight needs head=mlm and a store of pairs with two classes; "
             f"{store.name} has {len(store.labels)} classes; "
             f"make such a store with {typed('python preprocess.py pairs')}"
         )
@@ -432,8 +433,8 @@ def warmup_share(setup: Setup, length: int) -> float:
 
 
 def identity_of(setup: Setup) -> dict[str, Any]:
-    """The settings that are compared when a run continues. The content of what it reads replaces
-    the paths: of the store, the initial checkpoint, and the inputs of the `surgery` operations."""
+    """The settings that are compared when a run continues. A hash of the content replaces the path
+    of the store, of the initial checkpoint, and of each input of a `surgery` operation."""
     config = setup.recipe.model_dump(mode="json")
     identity = {k: v for k, v in config.items() if k not in ("run", "overwrite", "system")}
     identity["data"] = setup.store.key

@@ -81,7 +81,7 @@ class BatchConfig(Settings):
     def _room_for_a_token(cls, value: int) -> int:
         if value in (1, 2):
             raise ValueError(
-                f"batch.max_tokens={value} has no room for text beside two special tokens; give "
+                f"batch.max_tokens={value} leaves no room for text beside two special tokens; give "
                 "3 or more, or 0 for the longest rows that the model accepts"
             )
         return value

@@ -31,7 +31,7 @@ from xformer.tasks.task import Table, as_table
 
 
 class RowsConfig(Settings):
-    """Which step."""
+    """Which step to print."""
 
     step: int = Field(ge=1)
     """The step whose rows are printed, in the order in which the ranks read them."""
@@ -46,8 +46,8 @@ def print_rows(run: Path, config: RowsConfig) -> None:
     tokens = sum(len(batch.tokens) for *_, batch in batches)
     epoch = begin // setup.samples.per_epoch
     say(
-        f"step {config.step}: samples {begin:,} to {end - 1:,}, which begin in epoch {epoch} "
-        f"(counted from 0), in {len(rows):,} rows of {tokens:,} tokens on "
+        f"step {config.step}: samples {begin:,} to {end - 1:,} (the first is in epoch {epoch}, "
+        f"counted from 0); {len(rows):,} rows with {tokens:,} tokens in all, on "
         f"{setup.ranks.world_size} rank{'s' * (setup.ranks.world_size > 1)}",
         error=True,
     )
@@ -65,7 +65,7 @@ def batches_of(
     store or the initial checkpoint has changed since the run was made.
     """
     if not is_run(run / "config.json"):
-        raise BadInput(f"{run} is not a run: it has no config.json that training wrote")
+        raise BadInput(f"{run} is not a run: it lacks the config.json that training writes")
     content = read_config(run / "config.json")
     starts = content.get("starts") or [{"step": 0, **content}]
     setup = prepare(_recipe(starts[0], data), ALONE)
@@ -73,8 +73,8 @@ def batches_of(
     for name in ("data", "init", "surgery"):
         if identity.get(name) != content["identity"].get(name):
             raise BadInput(
-                f"{name}={show(getattr(setup.recipe, name))} is not what {run} was made with; its "
-                "rows cannot be computed again"
+                f"{name}={show(getattr(setup.recipe, name))} differs from what {run} was trained "
+                "with, so its rows cannot be computed again"
             )
     position = done = 0
     for start, following in zip_longest(starts, starts[1:]):
@@ -97,7 +97,8 @@ def batches_of(
 
 
 def _recipe(start: dict[str, Any], data: Any) -> Recipe:
-    """The recipe of a start of a run, for its rows only."""
+    """The recipe with which a run was started or resumed, without settings that its rows do not
+    need."""
     config = {**start["config"], "train": {**start["config"]["train"], "keep_at": []}}
     if config["init"] is not None:
         del config["model"]  # the shape is that of the initial checkpoint
@@ -106,8 +107,8 @@ def _recipe(start: dict[str, Any], data: Any) -> Recipe:
 
 def _advance(stream: Stream, position: int, done: int, until: int) -> tuple[int, int]:
     """Go from step `done` to step `until`. `position` is the first sample after step `done`.
-    Returns the first sample after the last step, and this step, which is less than `until` if the
-    stream ends before."""
+    Returns the first sample that has not been read, and the step that was reached. This step is
+    below `until` if the stream ends earlier."""
     if not stream.tokens:
         left = -(-(stream.end - position) // stream.per_step)
         steps = min(until - done, left)

@@ -295,7 +295,7 @@ def in_use(path: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # there is none
+    except OSError:  # the lock file does not exist
         return False
     return False
 

@@ -58,7 +58,7 @@ from xformer.run import FREE, in_use, is_finished, read_config
 from xformer.tasks.known import TASKS
 from xformer.tasks.task import Head
 
-CELL = 32  # widest cell of a table, in columns
+CELL = 32  # widest cell of a table, in characters
 
 
 class ListConfig(Settings):
@@ -223,9 +223,9 @@ def _settings(recipe: Recipe) -> dict[str, str]:
 
 
 def differing(runs: list[RunSummary]) -> list[RunSummary]:
-    """The runs, each with only the settings in which the runs differ. If a run lacks a setting, its
-    initial checkpoint decides it. So a lack is compared only among runs with an initial
-    checkpoint."""
+    """The runs, each with only the settings in which the runs differ. A run that starts from a
+    checkpoint may lack a setting, because the checkpoint decides it. A missing setting therefore
+    counts as a difference only among such runs."""
 
     def differs(name: str) -> bool:
         values = {run.settings[name] for run in runs if name in run.settings}
@@ -237,8 +237,8 @@ def differing(runs: list[RunSummary]) -> list[RunSummary]:
 
 
 def table(runs: list[RunSummary], width: int) -> list[str]:
-    """The lines of the table, which are at most `width` columns wide, and lines that name the
-    columns that do not fit."""
+    """The lines of the table, at most `width` characters wide. Further lines name the columns that
+    do not fit."""
     cells = [run.cells() for run in runs]
     settings = dict.fromkeys(name for run in runs for name in run.settings)
     main = {name for run in runs for name in run.main}

@@ -66,7 +66,7 @@ def train(
     are the keys that the user typed; see `prepare`.
 
     Raises BadInput if the input is wrong, before anything is written. (A split with nothing to
-    score can be noticed later, when it is scored.) Raises Interrupted if a signal stops the run,
+    score may be noticed only when it is scored.) Raises Interrupted if a signal stops the run,
     after a checkpoint is written. Raises Failure if the store is damaged, on numerical trouble, or
     if the last checkpoint cannot be written.
     """

@@ -3,7 +3,7 @@
     "log"       step 0 and the powers of two below a twentieth of the run, then every twentieth
     "log:500"   step 0 and the powers of two below 500, then every 500 steps
     [0, 100, "2000 steps", "5M tokens", "10K words"]   a bare number counts steps
-    "1M words"                                         one of these needs no list
+    "1M words"                                         a single entry, without a list
 
 Every form is converted to step numbers before the run starts. The rows of a step depend only on the
 seed and the step, so tokens and words can be counted without training, and a run that is stopped
@@ -29,11 +29,11 @@ from xformer.data.errors import BadInput, typed
 from xformer.data.sampler import Stream
 
 FORMS = '"log", "log:500", or a list such as [0, 100, "2000 steps", "5M tokens", "1M words"]'
-PARTS = 20  # into which "log" divides a run
+PARTS = 20  # "log" divides a run into this many parts
 SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
 LOG = re.compile(r"log(?::([1-9]\d{0,17}))?")
 MILESTONE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?) ?([kKMB]?) ?(step|token|word)s?")
-SAMPLE = 100  # steps from which an error message estimates the tokens of a run
+SAMPLE = 100  # an error message estimates the tokens of a run from this many steps
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Milestone:
 
 @dataclass(frozen=True)
 class LogSpaced:
-    """Powers of two below `every`, then every `every` steps; None: a twentieth of the run."""
+    """Powers of two below `every`, then multiples of `every`; None: a twentieth of the run."""
 
     every: int | None
 
@@ -122,8 +122,8 @@ class Timeline:
     def walk(self) -> Iterator[Position]:
         """What the run has seen at step 0, 1, 2, ... to its end. Takes 0.2 s per million rows.
 
-        A truncated row counts with the tokens that are left. Words are counted in proportion to the
-        tokens.
+        Only the tokens that are left in a truncated row are counted. Words are counted in
+        proportion to the tokens.
         """
         step = rows = tokens = 0
         while True:
@@ -267,7 +267,7 @@ class Trajectory:
 
 
 def plan(keep_at: str | Sequence[int | str], timeline: Timeline, start: Checkpoint) -> Trajectory:
-    """The trajectory of a run that starts from a checkpoint. Raises BadInput as `steps_of`."""
+    """The trajectory of a run that starts from a checkpoint. Raises BadInput as `steps_of` does."""
     return Trajectory(steps_of(keep_at, timeline), checkpoints.size(start))
 
 

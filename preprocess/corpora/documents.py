@@ -5,9 +5,9 @@ formats, the format says what a document is.
 
 A long document comes in segments. They are cut where the tokenizers cut anyway: before a single
 space, at a line end, or between a punctuation mark and a Chinese or Japanese letter. So the ids of
-the segments are the ids of the whole document. There are two exceptions. SEGMENT characters without
-such a place are cut anywhere. And unigram, which marks the start of a text, gets one more mark if
-the cut is not at a space.
+the segments are the ids of the whole document. There are two exceptions. A stretch of SEGMENT
+characters without such a place is cut anywhere. Unigram marks the start of a text, so it adds a
+mark if the cut is not at a space.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def read_pieces(
     """Yield (piece, does it end its line?) of a text file. Lines over SEGMENT come in pieces.
 
     `advance` is called with the size of each block read from the disk. A line that is not UTF-8
-    goes to `bad` (default: raises BadInput naming file and line). Of a long line, only the piece
-    that is not UTF-8 is left out.
+    goes to `bad` (default: raises BadInput naming file and line). If the line is long, only the
+    piece that is not UTF-8 is left out.
     """
     if bad is None or not bad.skip:
         yield from _pieces(path, advance, "strict")

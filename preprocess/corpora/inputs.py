@@ -119,7 +119,7 @@ def check_distinct(splits: dict[str, list[Path]]) -> None:
             twin = plain.setdefault(unpacked_name(path), path)
             if twin is not path:
                 raise BadInput(
-                    f"{twin} and {path} are the same file, compressed and not: give one of them"
+                    f"{twin} and {path} are one file, with and without compression: give only one"
                 )
 
 

@@ -28,7 +28,7 @@ _MATTERS = re.compile(r"\\u+00(?:2[27aAfF]|5[cC]|0[aAdD])")  # " ' * / \ and lin
 
 
 class Unterminated(Exception):
-    """A comment, string or character literal has no end.
+    """A comment, string or character literal is never closed.
 
     `what` names its kind, and `start` is the index of the character at which it begins.
     """
@@ -91,7 +91,7 @@ def read_java(
 ) -> Iterator[str]:
     """Yield a Java file, without its comments, as one document. Memory holds one file.
 
-    A file that is not UTF-8, or in which a comment or string has no end, goes to `bad`. `advance`
+    A file that is not UTF-8, or leaves a comment or string unclosed, goes to `bad`. `advance`
     is called with the size of each block read from the disk.
     """
     with open_binary(path, advance) as file:
@@ -103,4 +103,4 @@ def read_java(
         bad(path, data.count(b"\n", 0, error.start) + 1, not_utf8(error))
     except Unterminated as error:
         line = text.count("\n", 0, error.start) + 1
-        bad(path, line, f"{error.what} that begins here has no end")
+        bad(path, line, f"{error.what} that begins here is never closed")

@@ -49,8 +49,8 @@ def read_json_texts(
 
 
 def _within(value: Any, names: list[str]) -> Iterator[Any]:
-    """Yield the values in the field to which the names lead, each within the one before. Of a list
-    on the way, all objects are followed. A list of texts at the end yields its texts."""
+    """Yield the values in a nested field: each name is a field inside the one before. A list on the
+    way stands for all its objects. A list of texts at the end yields its texts."""
     if isinstance(value, list) and (names or (value and all(isinstance(v, str) for v in value))):
         for item in value:
             if not isinstance(item, list):
@@ -89,7 +89,7 @@ def _lines(path: Path, bad: BadRows, advance: Callable[[int], None]) -> Iterator
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file is one array, or one object on several lines, not one object a line."""
+    """Whether a file is one array, or one object on several lines, and not one object a line."""
     if unpacked_name(path).suffix.lower() != ".json":
         return False
     with open_binary(path) as file:

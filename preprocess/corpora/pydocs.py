@@ -198,8 +198,8 @@ def collect(library: Path) -> list[Definition]:
 def passages(definition: Definition) -> Iterator[str]:
     """Yield passages of a definition's prose with WORDS[0] to WORDS[1] words.
 
-    A passage ends with a sentence, and with a paragraph if it is long enough by then. A remainder
-    that is too short is dropped.
+    A passage ends where a sentence ends. At the end of a paragraph it ends too, if it is long
+    enough. A remainder that is too short is dropped.
     """
     least, most = WORDS
     held: list[str] = []

@@ -57,7 +57,7 @@ from ..arguments import (
 from ..stats import id_counts
 
 BLOCK_TOKENS = 2**20  # tokens generated at once
-LEAST_ROWS = 2**11  # sequences generated at once, at least: every time step has a fixed cost
+LEAST_ROWS = 2**11  # at least this many sequences at once, because a step has a fixed cost
 DRAWN_AT_ONCE = 2**14  # tokens, few enough that intermediate results fit into a cache
 SPECIAL_IDS = 5  # ids 0 to 4
 VALID_SHARE = 0.05  # size of the split `valid` relative to `train`
@@ -113,8 +113,8 @@ class AliasTable:
 
     The table has one column for each id, and more columns until their number is a power of two. All
     columns have the same mass, so the last bits of a random 64-bit number choose a column. If the
-    whole number is below the column's `keep`, the id drawn is the number of the column. Otherwise
-    the column's `step` is added to it. The sum wraps around, because the type has no sign.
+    64-bit number is below the column's `keep`, the id drawn is the number of the column. Otherwise
+    the column's `step` is added to it. The sum wraps around, because the type is unsigned.
     """
 
     keep: np.ndarray  # uint64 (columns,)
@@ -340,8 +340,8 @@ def write_corpus(
         origin = {**origin, "frequencies": source}
     if corpus.generator == "shuffle" and size < SPECIAL_IDS + 2 * (corpus.distinct or 0):
         raise BadInput(
-            f"--vocab-size {size} has no room for --distinct {corpus.distinct} kinds of brackets; "
-            f"they need {SPECIAL_IDS + 2 * (corpus.distinct or 0)}"
+            f"--vocab-size {size} is too small: --distinct {corpus.distinct} kinds of brackets "
+            f"need {SPECIAL_IDS + 2 * (corpus.distinct or 0)}"
         )
     if size <= SPECIAL_IDS:
         raise BadInput(

@@ -185,12 +185,12 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
 
 
 def _longest(tokenizer: Path) -> int:
-    """The length of a row if the user gives none. If it is the limit of a model, that is said."""
+    """The length of a row if the user gives none. If a model limits it, a line says so."""
     limit = tokenizers.longest_row(tokenizer)
     if limit is None or not 2 < limit < LONGEST + 2:
         return LONGEST
-    line = f"rows of {limit - 2} tokens, because the model of {tokenizer} takes {limit} with two"
-    say(f"{line} special ones (--max-tokens changes this)", error=True)
+    line = f"rows of {limit - 2} tokens, because the model of {tokenizer} takes at most {limit},"
+    say(f"{line} two special ones included (--max-tokens changes this)", error=True)
     return limit - 2
 
 

@@ -97,7 +97,7 @@ def _receive(file: File, part: Path) -> None:
             lost = isinstance(error, _UnreachableError) and not failures
             failures = 1 if size > before else failures + 1
             if lost or failures > len(WAITS):
-                stays = f"; {size:,} bytes are kept, run again to resume" if size else ""
+                stays = f"; {size:,} bytes are kept; run again to resume" if size else ""
                 raise Failure(f"{file.url}: {error}{stays}") from None
             wait = WAITS[failures - 1]
             say(f"{file.name}: {error}; trying again in {wait:.0f} s", error=True)

@@ -81,7 +81,7 @@ class TaskSource:
     metric: str | None  # None (tagging only): chosen by the names of the classes
     columns: dict[str, Any]  # which column of the raw file is which, for `evaluate.py input=`
     bad: BadRows
-    splits: Sequence[tuple[str, Path]] = ()  # splits that must hold a row, each with a file of it
+    splits: Sequence[tuple[str, Path]] = ()  # splits that must hold a row, with one file of each
     left_out: BadRows = field(default_factory=lambda: BadRows(skip=True))  # not part of the task
     labels: list[str] | None = None  # classes in order (None: those in training, sorted by name)
     tokenizer: Tokenizer | None = None  # used if the user gives none
@@ -267,7 +267,7 @@ def _number(label: str) -> float:
 
 
 def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> RowSurvey:
-    """Read and check all rows. Raises BadInput if there are none, or a split has none."""
+    """Read and check all rows. Raises BadInput if no row can be used, or if a split is empty."""
     survey = RowSurvey()
     salt = seed.to_bytes(8, "little", signed=True)
     numbers: dict[str, int] = {}  # of the classes, in the order in which they appear
@@ -286,7 +286,7 @@ def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> 
                 )
         survey.ids |= row.id is not None
         survey.groups |= row.group is not None
-        if task.kind == "choice":  # its reader has checked that all questions have equally many
+        if task.kind == "choice":  # every question has equally many endings
             survey.choices = len(row.texts) - 1
         text = row.key or "\0".join(text.strip() for text in row.texts)
         key = blake2b(text.encode(), digest_size=8, salt=salt).digest()
@@ -456,7 +456,7 @@ def row_batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
     size = 0
     for row in rows:
         batch.append(row)
-        size += sum(map(len, row.texts)) + 64  # limits the number of empty texts in a batch too
+        size += sum(map(len, row.texts)) + 64  # also limits the number of empty texts in a batch
         if size >= BATCH:
             yield batch
             batch, size = [], 0
@@ -558,12 +558,12 @@ def find_splits(
 ) -> dict[str, list[Path]]:
     """split -> its files in a directory. `names` says which split a word stands for.
 
-    The files are those named by a split (`train.tsv`, `dev.tsv`). If there is no such training
+    The files are those named after a split (`train.tsv`, `dev.tsv`). If there is no such training
     file, they are those whose names end in a split (`sts-train.csv`), or in the number of a part
     (`validation-00000-of-00001.parquet`). Hidden files are ignored.
 
     Raises BadInput if two files could be the same split, a part is missing, or the files have
-    several endings.
+    several formats.
     """
     if not directory.is_dir():
         raise BadInput(f"{directory} is not a directory")
@@ -580,7 +580,7 @@ def find_splits(
     every = [path for paths in splits.values() for path in paths]
     if len({extension(path) for path in every}) > 1:
         shown = ", ".join(path.name for path in every)
-        raise BadInput(f"{directory} holds files of several endings, {shown}; keep those of one")
+        raise BadInput(f"{directory} holds files in several formats, {shown}; keep one format")
     return splits
 
 
@@ -652,7 +652,7 @@ def add_arguments(parser: argparse.ArgumentParser, add_own: Callable[..., None])
         type=Path,
         metavar="TOK",
         help="The directory of a tokenizer, a store or a checkpoint (default: the alphabet of a "
-        "DNA, protein or music task; text has none and needs a tokenizer).",
+        "DNA, protein or music task). A task on text needs a tokenizer.",
     )
     add(
         "--seed",

@@ -282,8 +282,8 @@ def _wrong_header(path: Path, header: list[str], names: Names) -> BadInput:
 
 
 def _numbered(names: Names, width: int) -> list[str]:
-    """The columns, if each has a number up to `width` among its names, as CoLA's have; else
-    none.
+    """The numbers of the columns, if every column may be called by a number up to `width`, as in
+    CoLA. Otherwise an empty list.
     """
     numbers = [
         name for options in names for name in options if name.isdecimal() and int(name) <= width

@@ -78,8 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser, form: Sequences) -> None:
         type=whole_number(2),
         default=form.longest,
         metavar="N",
-        help="The maximum length of a sequence. Of a longer one, only N/2 letters are kept "
-        f"at each end (default: {default}).",
+        help="The maximum length of a sequence. A longer one is cut to its first N/2 and its last "
+        f"N/2 letters (default: {default}).",
     )
     if form.kind is None:
         add(
@@ -218,8 +218,8 @@ def _marks(
 ) -> Marks:
     """What names the splits of a file's rows.
 
-    `split` is the split as which the whole file was given, "" if none. `used` collects the columns
-    or fields that are read.
+    `split` is the split that the whole file belongs to, "" if the user named none. `used` collects
+    the columns or fields that are read.
     """
     if columns is not None:
         return splits.find(RowTable(path), split_column, columns, split, used)

@@ -167,7 +167,7 @@ def note_unread(path: Path, what: str, split: str) -> None:
 
 
 def refuse_columns(given: str | None, path: Path) -> None:
-    """Raise BadInput if --split-column names a column of a file that has none."""
+    """Raise BadInput if --split-column names a column, but the file has no named columns."""
     if given not in (None, NONE):
         raise BadInput(f"--split-column {given}: {path} has no named columns; leave the option out")
 

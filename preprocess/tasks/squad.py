@@ -230,7 +230,7 @@ def _divided(
         units = [context for _, context, _ in usable]
         if len(set(units)) <= len(shares):
             raise BadInput(
-                f"{path} has too few contexts to divide, {len(set(units))}; give --train FILE and "
+                f"{path} has too few contexts to divide ({len(set(units))}); give --train FILE and "
                 "--valid FILE"
             )
         noun = "article" if articles == 1 else "articles"
@@ -319,8 +319,8 @@ def is_squad(data: Any) -> bool:
 
 
 def _question(qa: dict[str, Any], context: str, ids: set[str]) -> tuple[Question, str]:
-    """A question, and what is wrong with it ("" if nothing is). Its id is added to `ids`, the
-    earlier ones.
+    """A question, and what is wrong with it ("" if nothing is). Its id is added to `ids`, which
+    holds the ids of earlier questions.
     """
     answers = [] if qa.get("is_impossible") else qa.get("answers")
     if answers is not None:
@@ -339,8 +339,8 @@ def _question(qa: dict[str, Any], context: str, ids: set[str]) -> tuple[Question
 def token_span(starts: np.ndarray, ends: np.ndarray, first: int, end: int) -> tuple[int, int]:
     """The first and the last token that overlap a stretch of characters; -1, -1 if none does.
 
-    The stretch goes from `first` up to, not including, `end`. `starts` and `ends` (n,) are the
-    first character of each token, and the one after its last.
+    The stretch goes from `first` up to, not including, `end`. `starts` (n,) is the first
+    character of each token, and `ends` (n,) the one after its last character.
     """
     inside = np.flatnonzero((ends > first) & (starts < end))
     return (int(inside[0]), int(inside[-1])) if len(inside) else (-1, -1)

@@ -90,7 +90,8 @@ class RowTable:
         if not self.form.header and self.kind not in (".jsonl", ".json", ".parquet"):
             if not name.isdecimal():
                 return BadInput(f"with --no-header a column is a number from 1, not {name!r}")
-            return BadInput(f"{self.path} has {len(self.columns)} columns; there is no {name}")
+            width = len(self.columns)
+            return BadInput(f"{self.path} has {width} columns; there is no column {name}")
         near = get_close_matches(name, self.columns, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return BadInput(f"{self.path} has no column {name!r}; it has {self.shown()}{hint}")

@@ -137,7 +137,7 @@ def columns_of(path: Path, split: str, word: int, label: int | None) -> ConllCol
         for_words = f"{word} for the words; see --word"
         for_labels = f"{label} for the labels (the words are in column {word}); see --label"
         raise BadInput(
-            f"{path} has {width} column{'s' * (width != 1)}, by its first line; there is no column "
+            f"the first line of {path} has {width} column{'s' * (width != 1)}; there is no column "
             f"{for_words if word > width else for_labels}"
         )
     return columns._replace(width=width, label=label - 1 if labelled else None)
@@ -148,8 +148,8 @@ def sentences(
 ) -> Iterator[tuple[int, list[str], list[str]]]:
     """Yield (line of its first word, words, labels) of every sentence.
 
-    If the file has no labels, they are NO_LABEL. A sentence with a line that cannot be read goes to
-    `bad`. Lines with -DOCSTART- between documents are left out.
+    In a file without labels, every label is NO_LABEL. A sentence with a line that cannot be read
+    goes to `bad`. Lines with -DOCSTART- between documents are left out.
     """
     for block in _blocks(path, columns, bad):
         faults = ((at, _fault(fields, columns)) for at, fields in block)

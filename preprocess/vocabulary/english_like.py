@@ -176,7 +176,7 @@ def run_contexts(arguments: argparse.Namespace) -> None:
             continue
         say(
             f"{name}: {split['share']:.3%} ({split['english_like']:,} of {split['windows']:,}); "
-            f"of those that do not overlap {split['disjoint_share']:.3%} "
+            f"without overlap {split['disjoint_share']:.3%} "
             f"({split['disjoint_english_like']:,} of {split['disjoint']:,})"
         )
     if arguments.json is not None:

@@ -31,7 +31,7 @@ def learn(
     """
     total = sum(path.stat().st_size for path in paths)
     characters: set[str] = set()
-    if kind == "wordpiece":  # if it is not told the characters, its trainer breaks ties at random
+    if kind == "wordpiece":  # without the characters, the trainer breaks ties at random
         with Progress("looking for characters", total, "B") as bar:
             for text, _ in read_documents(paths, options, bar.advance):
                 characters.update(text)
@@ -219,5 +219,6 @@ def _unreachable(tokenizer: tokenizers.Tokenizer) -> str:
     if len(capitals) < 0.01 * len(tokenizer) or used & set(capitals):
         return ""
     return (
-        f" (texts are lower-cased: the {len(capitals):,} with capitals are never used; see --cased)"
+        f" (texts are lower-cased, so pieces with capitals ({len(capitals):,}) are never used; "
+        "see --cased)"
     )

@@ -71,9 +71,9 @@ class CaptureConfig(ExamplesConfig):
     run: str | None = Field(None, json_schema_extra=HIDDEN)
     """Not allowed here, because a capture has no figure that TensorBoard could show."""
     names: NameList = Field((), json_schema_extra=HIDDEN)
-    """Without effect, because a capture does not store a name."""
+    """Ignored, because a capture does not store a name."""
     mapping_b: str | None = Field(None, json_schema_extra=HIDDEN)
-    """Without effect, because there is no second checkpoint."""
+    """Ignored, because a capture reads only one checkpoint."""
     overwrite: bool = False
     """Replace an earlier capture of the same name."""
     layers: str = "all"

@@ -10,7 +10,7 @@ result is the distribution of these cosines, with its mean, median and minimum (
 texts, otherwise the task of its labels. If a checkpoint has no head for that loss, it gets a new
 one, initialised with `seed`.
 
-One packed backward pass serves all examples, and the model's gradient is never stored for each
+One packed backward pass serves all examples. The gradient of the whole model is never stored per
 example. For a weight matrix, the inner product of two examples' gradients is the sum over their
 tokens s and t of (a_s . a_t) (g_s . g_t), where a is a token's input and g the gradient of its
 output. If that takes more operations than forming the matrix's gradients, they are formed instead,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 STRIP = 1024  # rows of the token-by-token matrix in memory at a time
 FORMED = 2**22  # gradient entries in memory at a time, few enough for the cache
-# A task may train on several kinds of store. The first is its own.
+# A task may train on several kinds of store. The first kind is made for it.
 TASK_OF_STORE = {task.stores[0]: task for task in TASKS.values()}
 
 
@@ -278,7 +278,7 @@ class PerExample(TorchFunctionMode):
     # ------------------------------------------------------------------------- what is gathered
 
     def _owner(self, name: str, x: Tensor) -> Tensor:
-        """The example that each row of `x` (R, d), the input of parameter `name`, belongs to."""
+        """For each row of `x` (R, d), the example it belongs to. Parameter `name` reads `x`."""
         kind = "examples"
         if name.startswith("encoder."):
             kind = "tokens"
@@ -366,7 +366,7 @@ def inner_products(model: Model, batch: Batch[Tensor]) -> Tensor:
 def _every_token(encoder: Encoder) -> Iterator[None]:
     """Make the last layer compute every token, not only those that the head reads.
 
-    `PerExample` takes each row of an encoder layer's input for a token of the batch.
+    `PerExample` assumes that each row of an encoder layer's input is a token of the batch.
     """
     wanted: list[Tensor | None] = []  # the places that the head reads
 
@@ -466,7 +466,7 @@ def _with_head(
     if store.split(examples.split).together > 1:
         raise BadInput(
             f"{store.name} is of kind {store.kind!r}: the loss of a row depends on other "
-            "rows, so it has no gradient of its own; give another store"
+            "rows, so a single row does not have a gradient; give another store"
         )
     task, own = TASK_OF_STORE[store.kind], checkpoint.task
     labels = tuple(store.labels) if task.named_classes else ()
@@ -502,8 +502,8 @@ def _summary(values: np.ndarray, norms: np.ndarray, loaded: LoadedModel) -> dict
         )
     if without := int((norms == 0).sum()):
         say(
-            f"{loaded.path}: {without} examples have no masked token, so no gradient; they are "
-            "left out",
+            f"{loaded.path}: in {without} examples no token is masked, so their gradient is zero; "
+            "they are left out",
             error=True,
         )
     values = values[np.isfinite(values)]

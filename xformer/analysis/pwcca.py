@@ -114,7 +114,9 @@ def _matrices(x: Any, y: Any) -> tuple[Tensor, Tensor]:
         if not torch.isfinite(array).all():
             raise ValueError(f"{name} has numbers that are not finite (NaN or infinite)")
     if len(x) != len(y):
-        raise ValueError(f"x has {len(x)} samples and y {len(y)}: row i of both must be one sample")
+        raise ValueError(
+            f"x has {len(x)} samples and y has {len(y)}: row i of both must be the same sample"
+        )
     return x, y
 
 
@@ -124,7 +126,7 @@ def too_few(samples: int, ranks: tuple[int, int]) -> str:
         return ""
     return (
         f"{samples:,} tokens are too few for {ranks[0]} and {ranks[1]} directions: some "
-        f"correlations are 1 for any data; use more than {sum(ranks):,}, better "
+        f"correlations are 1 for any data; use more than {sum(ranks):,} tokens, and ideally "
         f"{10 * max(ranks):,}"
     )
 
@@ -263,7 +265,7 @@ def grid(stream: LayerStream) -> list[list[Similarity]]:
 
     `stream()` starts a pass, which yields chunks of samples: for each network, a list of layers (n,
     d). The first pass computes the basis of each layer, the second the inner products of the bases.
-    Raises ValueError that names the layer if a layer is constant.
+    If a layer is constant, raises a ValueError that names it.
     """
     factors: list[list[Factor]] = []
     for chunk in stream():

@@ -53,7 +53,7 @@ def _add_from_hf(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "from-hf",
         help="Import a Hugging Face checkpoint of the BERT family.",
         description="Import a Hugging Face checkpoint of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, "
-        "ALBERT or DistilBERT: its config.json, its weights, the head that it has, and its "
+        "ALBERT or DistilBERT: its config.json, its weights, its head if it has one, and its "
         "tokenizer. The weights are model.safetensors or pytorch_model.bin, whole or in shards. A "
         ".bin file that holds anything but tensors is refused. The command reports how many "
         "tensors it imported, and names the others.",
@@ -109,9 +109,9 @@ def _add_to_hf(commands: argparse._SubParsersAction[CommandParser]) -> None:
     command.add_argument(
         "--trajectory",
         action="store_true",
-        help="Export each checkpoint that the run CHECKPOINT kept (train.keep_at) to a directory "
-        "OUT/step-N, and the selected one to OUT/main. OUT/upload.py uploads each directory to the "
-        "Hugging Face hub, as a revision of the same name.",
+        help="Export every checkpoint in the trajectory of the run CHECKPOINT (see train.keep_at) "
+        "as a directory OUT/step-N, and the selected one as OUT/main. OUT/upload.py uploads each "
+        "directory to the Hugging Face hub, as a revision of the same name.",
     )
     command.add_argument(
         "--license",
@@ -189,8 +189,8 @@ def _import_plus(arguments: argparse.Namespace) -> None:
 
 
 def _directory(source: str) -> Path:
-    """The path if it is one, else the directory that the hub's repository of this name was
-    downloaded to."""
+    """`source` as a path, if it is one. Otherwise it names a repository on the hub, which is
+    downloaded, and the result is the directory with the download."""
     path = Path(source)
     if path.exists() or source.count("/") > 1 or source.startswith((".", "/", "~")):
         return path

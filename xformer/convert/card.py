@@ -92,7 +92,7 @@ def _metadata(card: Card) -> dict[str, Any]:
 
 
 def _training(training: Training, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the card says of the last training."""
+    """What the card says about the last training."""
     recipe = _recipe(training, checkpoint.config.model_dump())
     every = [record for record in checkpoint.history if record.get("op") == "train"]
     store = training.store
@@ -119,7 +119,8 @@ def _sources(store: Store | None) -> list[dict[str, str]]:
 
 
 def _environments(training: Training) -> list[str]:
-    """The versions and the processor. If the run was resumed in another environment, each one."""
+    """A line with the versions and the processor. If the run was resumed in another environment,
+    that environment gets a line too."""
     lines: list[str] = []
     for start in training.starts:  # early versions recorded less
         environment = start["environment"]
@@ -135,9 +136,11 @@ def _environments(training: Training) -> list[str]:
 
 
 def _recipe(training: Training, model: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run as a recipe: without the run's directory, and with names for paths.
+    """The settings of a run as a recipe, without the run's directory. A path is shortened to its
+    last name.
 
-    A run with `init` has the shape of that checkpoint. Of model.* its recipe has only dropout.
+    A run with `init` has the shape of that checkpoint, so its recipe keeps only the dropout
+    settings of model.*.
     """
     recipe = {k: v for k, v in training.config.items() if k not in ("run", "overwrite")}
     data = training.data
@@ -183,7 +186,7 @@ def _printable(text: str) -> str:
 
 
 def _without_paths(value: Any) -> Any:
-    """A value without its entries that are None, and with the last name of every absolute path."""
+    """A value without the entries that are None. An absolute path is shortened to its last name."""
     if isinstance(value, dict):
         return {key: _without_paths(v) for key, v in value.items() if v is not None}
     if isinstance(value, list | tuple):

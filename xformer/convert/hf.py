@@ -2,8 +2,8 @@
 relatives XLM-RoBERTa and CamemBERT.
 
 `from_hf` reads a directory as `save_pretrained` writes it, `to_hf` writes one that
-`from_pretrained` loads. What differs between the families is data, in xformer/convert/names.py: one
-table of tensor names for each, read in both directions.
+`from_pretrained` loads. The families differ only in data: xformer/convert/names.py has a table of
+tensor names for each, which is read in both directions.
 
 In this file "ours" are names and values of xformer, "theirs" those of Hugging Face. `meta` is the
 content of their config.json.

@@ -1,7 +1,7 @@
 """The tensor names of each family: ours on the left, those of Hugging Face (or PLUS) on the right.
 
 `{}` stands for the number of the layer, `*` for weight and bias. Import reads the tables from right
-to left, export from left to right. Where three of their tensors make one of ours, they are
+to left, export from left to right. If three of their tensors make one of ours, they are
 concatenated in order: query, key, value. In a model with heads, the names of the encoder's tensors
 have a prefix such as "bert."; the tables leave it out.
 """
@@ -26,7 +26,7 @@ class Family:
     pooler: Table
     mlm: Table
     classify: Table
-    tied: dict[str, str]  # {copy: original}: tied tensors, of which we store the original
+    tied: dict[str, str]  # {copy: original}: tied tensors; we store only the original
     config: dict[str, str]  # {our setting: their key}
     form: str = ""  # `dropout_form` of its models: itself, or the family whose architecture it has
     model: str = ""  # the beginning of its class names, such as "Bert" in BertModel

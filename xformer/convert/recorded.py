@@ -18,9 +18,10 @@ FOLDERS = ("checkpoints", "trajectory")  # where a run keeps its checkpoints
 
 @dataclass(frozen=True)
 class Training:
-    """What a run recorded about one of its checkpoints. `starts` are the settings and environments
-    up to its step; the last one made it. `key` is the SHA-256 of the store's content, and `store`
-    is None if the store is not there any more."""
+    """What a run recorded about one of its checkpoints. `starts` has the settings and environment
+    of each start of the run before that checkpoint. The last of these starts made the checkpoint.
+    `key` is the SHA-256 of the store's content. `store` is None if the store is gone or has
+    changed."""
 
     starts: list[dict[str, Any]]
     key: str

@@ -51,7 +51,7 @@ def export(path: Path, out: Path, license: str, overwrite: bool) -> tuple[Checkp
 
 
 def export_trajectory(run: Path, out: Path, license: str, overwrite: bool) -> list[str]:
-    """Export each checkpoint that a run kept to a directory step-N, and the selected one to `main`.
+    """Export each kept checkpoint of a run to a directory step-N, and the selected one to `main`.
     Add the script upload.py. Returns the names of the directories.
 
     An unfinished run has no `main`. Raises BadInput if the run kept no checkpoints.

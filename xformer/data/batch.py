@@ -148,7 +148,7 @@ class Assembler:
     def __post_init__(self) -> None:
         if self.max_tokens < self.extra:
             raise BadInput(
-                f"batch.max_tokens={self.max_tokens} has no room for the {self.extra} special "
+                f"batch.max_tokens={self.max_tokens} leaves no room for the {self.extra} special "
                 "tokens of a row; give a larger number"
             )
         special = np.zeros(len(self.tokenizer), bool)

@@ -68,8 +68,8 @@ class Capacities:
     def fill(self, batch: Batch[np.ndarray]) -> Batch[np.ndarray]:
         """The batch, filled up to the first capacity that holds it.
 
-        The choice does not depend on earlier batches, so that a continued run fills its batches as
-        one that never stopped.
+        The choice does not depend on earlier batches, so a continued run fills its batches as one
+        that never stopped would.
         """
         fitting = (c for c in itertools.chain(self.known, self.beyond()) if self._holds(c, batch))
         return filled(batch, next(fitting), self.longest)

@@ -55,8 +55,8 @@ def read_json(path: Path) -> Any:
 
 
 def read_own_json(path: Path) -> Any:
-    """The content of a JSON file that `write_json` wrote. Raises BadInput also if the file does not
-    end with a line end, because it was then cut off."""
+    """The content of a JSON file that `write_json` wrote. Also raises BadInput if the file does not
+    end with a line end: that means that it was cut off."""
     content = read_json(path)
     if not path.read_bytes().endswith(b"\n"):
         raise BadInput(f"{path} is damaged: its end is missing; restore it from a copy")

@@ -46,8 +46,8 @@ def build_mapping(
 
     `embeddings` is the size of the model's word table, which may exceed its tokenizer's vocabulary
     (0: they are equal). Raises BadInput if the store was made with another tokenizer and `spec` is
-    not a mapping for such stores, if `spec` is only for such stores and this is none, or if the ids
-    do not fit the model's vocabulary.
+    not a mapping for such stores, if `spec` is only for such stores and this is not one, or if the
+    ids do not fit the model's vocabulary.
     """
     name, number = parse(spec)
     same = store.fingerprint == model.fingerprint

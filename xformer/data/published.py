@@ -11,7 +11,7 @@ tokenize_chinese_chars (BERT), keep_accents (ALBERT), add_prefix_space (RoBERTa)
 tokenizer.json decides. If that does not either, the default of BERT or ALBERT applies. Words that
 were added to a vocabulary of WordPiece or BPE are listed in tokenizer.json, tokenizer_config.json
 or added_tokens.json. The ids are those of `transformers` for the same files, with one exception: a
-text that contains the spelling of a special token does not get its id.
+special token that is spelled out in a text is split like any other text.
 
 An export repeats the other settings of the files: how special tokens treat the space beside them,
 further special tokens, and the options in KEPT.
@@ -58,7 +58,7 @@ OPTIONS = (
     "keep_accents",
     "add_prefix_space",
 )
-# the options of tokenizer_config.json that change no id and are exported unchanged
+# the options of tokenizer_config.json that do not change ids; they are exported unchanged
 KEPT = ("model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces")
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # options of an added token
 ALBERT_STEPS = re.compile(
@@ -99,7 +99,8 @@ class _Source:
 
     @cached_property
     def fast(self) -> Any:
-        """The content of tokenizer.json, or None if there is none. It may be the imported file."""
+        """The content of tokenizer.json, or None if this file does not exist. It may itself be the
+        file to import."""
         own = self.form == "tokenizer.json"
         file = self.file if own else self.beside("tokenizer.json")
         return read_json(file) if file.is_file() else None
@@ -210,8 +211,8 @@ def _source(path: Path, cased: bool) -> _Source:
             if (path / form).is_file():
                 return _Source(path / form, form, f"{path}/", cased)
         raise BadInput(
-            f"{path} has none of tokenizer.json, vocab.txt, vocab.json with merges.txt, and "
-            "spiece.model; give a directory that has one of them"
+            f"{path} must contain tokenizer.json, vocab.txt, spiece.model, or vocab.json together "
+            "with merges.txt; give a directory that contains one of these"
         )
     if not path.exists():
         raise BadInput(f"{path} does not exist")
@@ -225,7 +226,7 @@ def _source(path: Path, cased: bool) -> _Source:
         if path.suffix == Path(form).suffix:  # a file of another name has no companions
             return _Source(path, form, f"{path}.", cased)
     raise BadInput(
-        f"{path} is not a vocabulary: give a .txt, a .json or a .model, or its directory"
+        f"{path} is not a vocabulary: give a .txt, a .json or a .model, or a directory with one"
     )
 
 
@@ -516,8 +517,8 @@ def export_tokenizer(
     """Write a tokenizer to a directory, for `transformers` and `import_tokenizer` to read.
 
     The AutoTokenizer of `transformers` reads the files and gives the same ids, with special tokens
-    around a text or a pair. There, a text that contains the spelling of a special token gets its
-    id. `longest` is the length limit of a row, special tokens included; a limit that the publisher
+    around a text or a pair. There, a special token that is spelled out in a text gets its id.
+    `longest` is the length limit of a row, special tokens included; a limit that the publisher
     gave takes precedence. `segments` says whether the model has different segments for the texts of
     a pair.
     """
@@ -568,7 +569,7 @@ def export_tokenizer(
 
 
 def _flags(tokenizer: Tokenizer) -> dict[str, dict[str, bool]]:
-    """Each special token with its flags. Those that were not published are the defaults of the
+    """Each special token with its flags. Flags that were not published get the defaults of the
     family: in RoBERTa and ALBERT a mask includes the space before it."""
     special = tokenizer.meta["special"]
     plain = dict.fromkeys(FLAGS, False)
@@ -586,8 +587,8 @@ def _special_token(piece: str, flags: dict[str, bool]) -> Any:
 
 
 def _transformers_class(tokenizer: Tokenizer, segments: bool) -> str:
-    """The name of the class of `transformers` that has the tokenizer's rules. If there is none, it
-    is the general class, which reads all rules from tokenizer.json."""
+    """The name of the `transformers` class that implements the tokenizer's rules, or of the general
+    class, which reads all rules from tokenizer.json."""
     if tokenizer.kind == "wordpiece":
         return "BertTokenizer"
     if tokenizer.kind == "bpe" and not segments:  # RoBERTa's class gives every token the segment 0

@@ -96,8 +96,8 @@ class Tokenizer:
 
     @property
     def form(self) -> str:
-        """Whose unigram with RoBERTa's special tokens it is: "xlm-roberta" or "camembert". "" for
-        every other tokenizer."""
+        """The model whose unigram this is, if it uses RoBERTa's special tokens: "xlm-roberta" or
+        "camembert". "" for every other tokenizer."""
         return str(self.meta.get("normalisation", {}).get("form", ""))
 
     @property

@@ -18,9 +18,9 @@ def packed(
     """Padded ids (N, L) -> the packed batch, and the places (T,) of its tokens in ids.flatten().
 
     `mask` (N, L) is 0 or false at padding, and `segments` (N, L) is 1 for the second text of a
-    pair. Without a mask nothing is padding, and without segments all are 0. `longest` is the length
-    of the longest sequence that the model accepts. Raises ValueError if the tensors differ in
-    shape, or if a sequence is longer than that.
+    pair. Without `mask` no token is padding, and without `segments` every segment is 0. `longest`
+    is the length of the longest sequence that the model accepts. Raises ValueError if the tensors
+    differ in shape, or if a sequence is longer than `longest`.
     """
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
     segments = torch.zeros_like(ids) if segments is None else segments

@@ -82,7 +82,7 @@ def compile_parts(
         return f"torch.compile fails here ({reason}): the model runs without it"
     finally:
         model.zero_grad()
-    return f"torch.compile: {what}; the first batch of each shape takes long"
+    return f"torch.compile: {what}; the first batch of each shape takes longer"
 
 
 def not_compiled() -> AbstractContextManager[None]:

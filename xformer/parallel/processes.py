@@ -65,13 +65,13 @@ class TrainingSystem(SystemConfig):
 
     peak_tflops: float = Field(0.0, ge=0)
     """Peak throughput of a device, in 10^12 operations per second; `mfu` (model FLOPs utilisation)
-    is the share of it that a run reaches. 0 takes the known peak of the GPU in this precision;
-    without one no mfu is logged."""
+    is the share of it that a run reaches. 0 takes the known peak of the GPU in this precision. If
+    that peak is not known, mfu is not logged."""
     compile: Literal["auto", "none", "layers", "graphs"] = "auto"
-    """What torch.compile compiles for training: the embeddings and each layer (layers), the whole
-    loss, which then runs as one CUDA graph (graphs; for small models on a single GPU), or nothing
-    (none). For compiled code every batch is filled up to one of a few shapes. auto: layers on CUDA,
-    none on the CPU."""
+    """What torch.compile compiles for training. layers: the embeddings and each layer. graphs: the
+    whole loss, which then runs as one CUDA graph; for small models on a single GPU. none: nothing.
+    auto: layers on CUDA, none on the CPU. For compiled code every batch is filled up to one of a
+    few shapes."""
     profile: bool = False
     """Trace a few steps of rank 0, write RUN/profile/ and print where the time goes."""
 
@@ -171,8 +171,8 @@ def start(config: SystemConfig) -> Ranks:
     if cuda:
         if local_rank >= (count := torch.cuda.device_count()):
             raise BadInput(
-                f"rank {rank} has no GPU of its own: this machine has {count}; start as many "
-                f"processes, with --nproc-per-node {count}"
+                f"rank {rank} needs its own GPU, but this machine has {count}; start one process "
+                f"per GPU, with --nproc-per-node {count}"
             )
         torch.cuda.set_device(device)
         if config.deterministic:

@@ -153,7 +153,7 @@ class MLM(Task):
         if count == 0:
             raise BadInput(
                 f"the split {predictions.split!r} has no token that can be masked; give another "
-                "split=, or in training another store"
+                "split=, or, for training, another store"
             )
         mean = float(loss.astype(np.float64).sum()) / count
         return {

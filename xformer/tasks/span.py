@@ -138,7 +138,7 @@ class Span(Task):
         if not known:
             raise BadInput(
                 f"the split {predictions.split!r} has no answers to score against; give another "
-                "split=, or in training another store"
+                "split=, or, for training, another store"
             )
         gold = [right[i] or [] for i in known]
         predicted, margin = [predictions.questions.answer[i] for i in known], margin[known]

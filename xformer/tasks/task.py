@@ -350,10 +350,10 @@ class Model(nn.Module):
         """Padded ids (N, L) -> the last hidden states, (N, L, C), which are 0 at padding.
 
         `mask` (N, L) is 0 or false at padding; without it no token is padding. `segments` (N, L) is
-        1 for the second text of a pair; without it all are 0. The ids include the special tokens.
-        Positions count the real tokens of a row, so padding may be on either side. `self.pooled`
-        takes the states of the first tokens. Raises ValueError if the tensors differ in shape, if a
-        row is longer than the model accepts, or if the model is a HilbertCNN.
+        1 for the second text of a pair; without it every segment is 0. The ids include the special
+        tokens. Positions count the real tokens of a row, so padding may be on either side.
+        `self.pooled` takes the states of the first tokens. Raises ValueError if the tensors differ
+        in shape, if a row is longer than the model accepts, or if the model is a HilbertCNN.
         """
         if self.cnn is not None:
             raise ValueError("a HilbertCNN has no hidden states of tokens")
