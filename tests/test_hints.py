@@ -342,7 +342,7 @@ def test_what_pretraining_does_not_use(place: Path) -> None:
         in notes
     )
     [line] = [note for note in notes if note.startswith("dropped weights: pooler, task_head (")]
-    assert "a fine-tuning of this run begins with a new one" in line
+    assert line.endswith("trains no pooler, so a fine-tuning of this run begins with a new one)")
 
 
 def test_a_run_says_its_operations_on_the_weights(place: Path) -> None:

@@ -273,7 +273,7 @@ def _notes(
         parts = _parts(dropped)
         why = ""
         if "pooler" in parts and task.predicts_masked:
-            why = " (head=mlm trains none; a fine-tuning of this run begins with a new one)"
+            why = " (head=mlm trains no pooler, so a fine-tuning of this run begins with a new one)"
         notes.append(f"dropped weights: {', '.join(parts)}{why}")
     if task.head.class_weights:
         pairs = zip(task.head.labels, task.head.class_weights, strict=True)
