@@ -287,7 +287,7 @@ def test_an_alphabet_needs_no_other_option(tmp_path: Path, preprocess: Any) -> N
     preprocess(*line, "--input", tmp_path / "t.txt", "--output", tmp_path / "b")
     one, two = (checkpoints.tokenizers.load_tokenizer(tmp_path / name).fingerprint for name in "ab")
     assert one == two
-    with pytest.raises(BadInput, match="give it with --input, or the letters with --alphabet"):
+    with pytest.raises(BadInput, match="--input is required for --kind symbols, unless --alphabet"):
         preprocess(*line, "--output", tmp_path / "c")
     with pytest.raises(BadInput, match="--vocab-size is required for --kind bpe"):
         preprocess(*line[:2], "bpe", "--input", tmp_path / "t.txt", "--output", tmp_path / "c")

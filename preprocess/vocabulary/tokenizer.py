@@ -192,8 +192,8 @@ def run(arguments: argparse.Namespace) -> None:
         tokenizer = vocabularies.symbols(arguments.alphabet)
     else:
         if not arguments.input:
-            letters = ", or the letters with --alphabet" if kind == "symbols" else ""
-            raise BadInput(f"--kind {kind} is trained on text; give it with --input{letters}")
+            letters = ", unless --alphabet gives the letters" if kind == "symbols" else ""
+            raise BadInput(f"--input is required for --kind {kind}{letters}")
         if not arguments.vocab_size and kind != "symbols":
             raise BadInput(f"--vocab-size is required for --kind {kind}")
         files = inputs.find_files(arguments.input, arguments.format)
