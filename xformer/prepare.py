@@ -258,8 +258,8 @@ def _notes(
     dropped, and class weights."""
     notes = [f"surgery: {step.op} ({registry.in_words(step.op)})" for step in recipe.surgery]
     if task.predicts_masked and store.kind != "text" and not task.head.pair_scale:
-        pairs = "tokens_b" in store.split("train").columns
-        texts = "its pairs of texts" if pairs else "its texts"
+        paired = "tokens_b" in store.split("train").columns
+        texts = "its pairs of texts" if paired else "its texts"
         notes.append(f"{store.name} has labels, which head=mlm does not use: it reads {texts} only")
     if recipe.init is None and not task.predicts_masked:
         notes.append("no init= is given: the encoder starts from fresh weights")
