@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from xformer.data.errors import BadInput, lacks
-from xformer.data.files import file_checksum
+from xformer.data.files import file_checksum, near
 from xformer.data.writing import SplitWriter
 
 from .bad import BadRows
@@ -31,7 +31,7 @@ def check_files(paths: Iterable[Path]) -> None:
         if path.is_dir():
             raise BadInput(f"{path} is a directory; give a file")
         if not path.exists():
-            raise BadInput(f"{path} does not exist")
+            raise BadInput(f"{path} does not exist{near(path, folders=False)}")
         if path.stat().st_size == 0:
             raise BadInput(f"{path} is empty")
 

@@ -142,9 +142,7 @@ def main() -> None:
     """
     signal.signal(signal.SIGTERM, _stop)
     parser = make_parser()
-    arguments, unknown = parser.parse_known_args()
-    if unknown:
-        arguments.parser.error(f"unrecognized arguments: {unknown[0]}")
+    arguments = parser.parse_args()
     arguments.do(arguments)
 
 
@@ -185,5 +183,5 @@ def _add(
     about: str,
 ) -> None:
     parser = commands.add_parser(name, help=about, description=about)
-    parser.set_defaults(do=run, parser=parser)
+    parser.set_defaults(do=run)
     add_arguments(parser)

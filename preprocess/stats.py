@@ -15,7 +15,7 @@ from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import BLOCK as CHECKSUM_BLOCK
 from xformer.data.files import write_json
-from xformer.data.store import TEXTS, Ragged, Store, open_store
+from xformer.data.store import TEXTS, Ragged, Store, no_store, open_store
 from xformer.data.tags import IGNORED
 
 from . import stats_figure
@@ -245,7 +245,7 @@ def verify_store(path: Path) -> None:
     Raises BadInput if there is no store. Raises Failure naming the damaged files and blocks.
     """
     if not (path / "store.json").is_file():
-        raise BadInput(f"{path} is not a store (no store.json)")
+        raise no_store(path)
     try:
         store = open_store(path)
         store.tokenizer()

@@ -299,7 +299,7 @@ def test_bad_input_costs_one_line(
 def test_bad_checkpoints(forks: Forks, data: Toys, learned: Runs, others: Path) -> None:
     for path, words in (
         (others / "absent", "absent does not exist"),
-        (data.text, "is not a checkpoint (no manifest.json)"),
+        (data.text, "is not a checkpoint but a store"),
         (others / "run", "is not finished; name one of its checkpoints: step_3"),
     ):
         refused(evaluate(forks, path, f"data={data.text}"), str(path), words)

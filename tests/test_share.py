@@ -7,10 +7,12 @@ import runpy
 import shutil
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import CLASSIFY, SMOKE, Forks, good, refused, training
@@ -23,11 +25,14 @@ from xformer.checkpoint import Checkpoint
 from xformer.convert import hf, share
 from xformer.convert.card import Card
 from xformer.data import vocabularies
+from xformer.data.batch import Assembler
 from xformer.data.files import file_checksum, read_json
+from xformer.data.rows import split_of
 from xformer.data.store import open_store
 from xformer.model.config import ModelConfig
+from xformer.parallel.processes import ALONE
 from xformer.recipe import Recipe
-from xformer.tasks.task import Head
+from xformer.tasks.task import Head, to_device
 
 SMALL = {"layers": 1, "hidden": 12, "heads": 2, "intermediate": 8, "max_positions": 20}
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "text", "another", "##s"]
@@ -98,6 +103,32 @@ def test_a_card_says_how_to_load_each_head(
     for absent in ("## Training", "## Scores", "## Revisions", "license"):
         assert absent not in text_of(tmp_path / "theirs")
     assert "1. **fresh**: seed `1`" in text_of(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("source", ["letters", "pitches", "words"])
+def test_a_card_of_a_model_of_mapped_ids(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its example makes the ids that the model reads, if the alphabet is small enough. A text would
+    make ids that mean nothing to it."""
+    pytest.importorskip("transformers")
+    symbols = [f"s{i}" for i in range(300)] if source == "words" else [*"6018"]
+    letters = vocabularies.symbols(symbols, separated=source != "letters")
+    table = np.arange(len(letters)) % 3 + 5
+    ours = replace(fresh("classify"), source=letters, mapping=table)
+    checkpoints.save(ours, tmp_path / "ours")
+    share.export(tmp_path / "ours", tmp_path / "theirs", "", False)
+    monkeypatch.chdir(tmp_path / "theirs")
+    example = block(text_of(tmp_path / "theirs"), "python")
+    assert "tokenizer" not in example
+    done: dict[str, Any] = {}
+    exec(example, done)
+    text = "" if source == "words" else " ".join("6018")
+    assert done["row"] == [2, *table[letters.encode_batch([text])[0]], 3]
+    split = split_of(letters, [text])
+    batch = to_device(Assembler(split, ours.tokenizer, 20, table).batch(np.arange(1)), ALONE.device)
+    expected = ours.model().logits(batch)
+    torch.testing.assert_close(done["outputs"].logits, expected, rtol=0, atol=1e-6)
 
 
 def test_names_cannot_break_a_card(tmp_path: Path) -> None:

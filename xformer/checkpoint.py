@@ -33,11 +33,13 @@ from xformer.data.files import (
     file_checksum,
     installed,
     load_array,
+    near,
     put_back,
     read_json,
     read_own_json,
     read_run_json,
     refuse_existing,
+    what_is,
     write_json,
 )
 from xformer.data.tokenizers import Tokenizer
@@ -140,8 +142,11 @@ class Checkpoint:
 
         `vectors_of` of xformer.texts explains the arguments. The vectors are computed on `device`,
         by default on a GPU if there is one. Every call builds the model anew. To encode many small
-        lists, build the model once with `model()`, and call `vectors_of`.
+        lists, build the model once with `model()`, and call `vectors_of`. Raises BadInput if an
+        argument is not allowed.
         """
+        if not isinstance(texts, Iterable):
+            raise BadInput(f"encode takes a text or a list of texts, not {texts!r}")
         given = [texts] if isinstance(texts, str) else list(texts)
         on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         vectors = vectors_of(
@@ -391,10 +396,11 @@ def resolve(path: str | Path) -> Path:
                 "its first checkpoint"
             )
         raise BadInput(f"the run {path} is not finished; name one of its checkpoints: {steps}")
-    if not path.is_dir():
+    if not path.exists():
         where = " here or in the package" if given != path else ""
-        hint = ""
-        if given.parent == Path() or not given.parent.is_dir():  # it may be a name on the hub
+        hint = near(given)
+        may_be_on_the_hub = given.parent == Path() or not given.parent.is_dir()
+        if not hint and may_be_on_the_hub:
             hint = typed(
                 "; a model of Hugging Face is imported by python -m xformer.convert from-hf"
             )
@@ -403,6 +409,10 @@ def resolve(path: str | Path) -> Path:
     if several:  # such as a run's trajectory
         names = ", ".join(sorted(several, key=lambda name: (len(name), name)))
         raise BadInput(f"{path} holds several checkpoints; name one of them: {names}")
+    if what := what_is(path):
+        store = "; a store is given as data=" if what == "a store" else ""
+        remedy = f"give the directory of a checkpoint or of a finished run{store}"
+        raise BadInput(f"{path} is not a checkpoint but {what}: {remedy}")
     foreign = (path / "config.json").is_file()
     hint = typed("; import it with python -m xformer.convert from-hf") if foreign else ""
     raise BadInput(f"{path} is not a checkpoint (no manifest.json){hint}")

@@ -40,6 +40,7 @@ MOVED = {"data.store": "data", "data.fraction": "fraction"}  # keys that were re
 # keys that were removed, and why
 GONE = {"system.shard": "every rank keeps the whole model (batch.accumulate saves memory)"}
 LARGEST = 2**24  # largest size of a recipe in bytes
+OPERATION = '{op = "clean"}'  # the example in messages
 HIDDEN: JsonDict = {"hidden": True}  # as json_schema_extra: --help leaves the key out
 
 SettingsType = TypeVar("SettingsType", bound="Settings")
@@ -112,7 +113,7 @@ def load(
         sys.exit(0)
     values: dict[str, Any] = {}
     if recipe:
-        if not arguments or "=" in arguments[0]:
+        if not arguments or "=" in arguments[0] or arguments[0].startswith("-"):
             such = typed("such as recipes/pretrain/mini.toml")
             lists = "`xformer recipes` lists them"
             raise BadInput(f"the first argument must be a recipe, {such}; {lists}")
@@ -216,7 +217,9 @@ def parse_overrides(schema: type[Settings], arguments: list[str]) -> dict[str, A
     """
     types = all_keys(schema)
     values: dict[str, Any] = {}
-    for argument in arguments:
+    for number, argument in enumerate(arguments):
+        if argument.startswith("-") and "=" not in argument:
+            raise _as_key(argument, arguments[number + 1 :], types)
         key, equals, text = argument.partition("=")
         if not equals or not all(key.split(".")):
             raise BadInput(f"{argument!r} is not of the form key=value, such as optim.lr=1e-4")
@@ -230,6 +233,17 @@ def parse_overrides(schema: type[Settings], arguments: list[str]) -> dict[str, A
         refuse_moved(value, schema.model_fields)
         values = merge(values, value)
     return values
+
+
+def _as_key(option: str, following: list[str], types: dict[str, Any]) -> BadInput:
+    """The error for an option such as --data X in place of the setting data=X."""
+    name = option.lstrip("-").replace("-", "_")
+    if not (key := name if name in types else closest(name, list(types))):
+        return BadInput(f"{option!r} is not of the form key=value; --help lists the keys")
+    value = next((text for text in following[:1] if not text.startswith("-")), "...")
+    value = "true" if types.get(key) is bool else value
+    write = key if "=" in key else f"{key}={value}"
+    return BadInput(f"{option!r} is not of the form key=value; write {write}")
 
 
 def toml_value(text: str) -> Any:
@@ -340,11 +354,16 @@ def _complaint(schema: type[Settings], error: ErrorDetails, place: list[str | in
         return message.removeprefix("Value error, ")
     if kind == "model_type":
         near = _synonym(name, all_keys(schema))
-        message = f"this is a group of keys; give {name}.KEY=VALUE{near}"
+        hint = f"; did you mean {near}?" if near else ""
+        message = f"this is a group of keys; give {name}.KEY=VALUE{hint}"
     elif kind == "union_tag_invalid":
-        message = f"its op must be one of {error['ctx']['expected_tags']}"
+        message = f"its op must be one of {error['ctx']['expected_tags']}, as in {OPERATION}"
     elif kind in ("union_tag_not_found", "model_attributes_type"):
-        message = 'an operation is written like {op = "clean"}'
+        message = f"an operation is written like {OPERATION}"
+    elif kind == "tuple_type" and isinstance(error["input"], str | int | float):
+        of_operations = _operations(all_keys(schema).get(name))
+        example = f"[{OPERATION}]" if of_operations else show([error["input"]])
+        message = f"give a list, such as {name}='{example}'"
     value = value if len(value) <= 80 else f"{value[:77]}..."
     return f"{name}={value}: {message[:1].lower()}{message[1:]}"
 
@@ -400,17 +419,22 @@ SYNONYMS = {
 
 
 def _synonym(name: str, choices: Collection[str]) -> str:
-    """ "; did you mean X?" for the key X among the choices that other programs call by this name,
-    or "" if there is none."""
+    """The key among the choices that other programs call by this name, or "" if there is none."""
     own = name.rpartition(".")[2].lower().replace("-", "_").lstrip("_")
     for key, names in SYNONYMS.items():
         if own in names.split() and key.partition("=")[0] in choices and key != name:
-            return f"; did you mean {key}?"
+            return key
     return ""
 
 
 def nearest(name: str, choices: list[str]) -> str:
     """ "; did you mean X?" with the choice nearest to a misspelt name, or "" if none is near."""
+    near = closest(name, choices)
+    return f"; did you mean {near}?" if near else ""
+
+
+def closest(name: str, choices: list[str]) -> str:
+    """The choice nearest to a misspelt name, or "" if none is near."""
     if synonym := _synonym(name, choices):
         return synonym
     own, last = name.rpartition(".")[2], {c: c.rpartition(".")[2] for c in choices}
@@ -420,8 +444,7 @@ def nearest(name: str, choices: list[str]) -> str:
     close = close or difflib.get_close_matches(own, list(last.values()), 1)
     if not close:
         return ""
-    full = next((c for c in choices if close[0] in (c, last[c])), close[0])
-    return f"; did you mean {full}?"
+    return next((c for c in choices if close[0] in (c, last[c])), close[0])
 
 
 def all_keys(schema: type[BaseModel], prefix: str = "") -> dict[str, Any]:

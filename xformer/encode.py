@@ -15,7 +15,7 @@ from typing import Literal
 
 import h5py
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from xformer import checkpoint as checkpoints
 from xformer.config import Settings, help_text, parse_overrides, validate
@@ -26,6 +26,7 @@ from xformer.data.files import write_bytes
 from xformer.evaluate import check_writable
 from xformer.parallel import processes
 from xformer.parallel.processes import SystemConfig
+from xformer.texts import Pooling, check_pooling
 
 # A function that reads the texts of a file. Arguments: file, column or None. It is in preprocess/,
 # which this module may not import.
@@ -46,7 +47,7 @@ class EncodeConfig(Settings):
     `vectors`. .tsv: a line of numbers per text, for the projector of TensorBoard."""
     column: str | None = None
     """The column of the texts, if the input is a table. Default: text."""
-    pooling: Literal["mean", "first"] = "mean"
+    pooling: Pooling = "mean"
     """A vector is the mean of the last hidden states of all tokens of a text, special tokens
     included (mean), or the hidden state of the first token (first)."""
     normalize: bool = False
@@ -60,6 +61,12 @@ class EncodeConfig(Settings):
     """Type of the matrix products."""
     threads: int = Field(0, ge=0, le=1024)
     """CPU threads. 0 takes OMP_NUM_THREADS, or else all cores."""
+
+    @field_validator("pooling", mode="before")
+    @classmethod
+    def _pooling(cls, value: object) -> object:
+        check_pooling(value)
+        return value
 
 
 def main(read_texts: ReadTexts) -> None:
@@ -92,7 +99,7 @@ def main(read_texts: ReadTexts) -> None:
 def parse_arguments(arguments: list[str]) -> EncodeConfig:
     """The settings of a command line. Raises BadInput if one is wrong, or `out` cannot be
     written."""
-    if not arguments or "=" in arguments[0]:
+    if not arguments or "=" in arguments[0] or arguments[0].startswith("-"):
         raise BadInput("the first argument must be a checkpoint or a run, such as micro/english")
     config = validate(EncodeConfig, parse_overrides(EncodeConfig, arguments[1:]))
     out = Path(config.out)

@@ -35,20 +35,20 @@ from xformer.parallel.precision import fast_on, reason_for_bf16, speed_note
 from xformer.parallel.processes import ALONE, Ranks, SystemConfig
 from xformer.predictions import FOLDER, write
 from xformer.run import is_run
-from xformer.scoring import assembler_for, outputs_of, score
+from xformer.scoring import assembler_for, longest_remedy, outputs_of, score, train_mlm
 from xformer.tasks.mlm import likeliest, with_masks
 from xformer.tasks.task import Task, as_table, check_finite, to_device
 
 # A function that writes the rows of a file as the split `input` of a new store. Arguments: file,
-# head, tokenizer, path of the store, columns. It is in preprocess/, which this module may not
+# head, tokenizer, path of the store, columns, id. It is in preprocess/, which this module may not
 # import.
-WriteRows = Callable[[Path, dict[str, Any], Tokenizer, Path, Sequence[str]], None]
+WriteRows = Callable[[Path, dict[str, Any], Tokenizer, Path, Sequence[str], str], None]
 
 # the keys that can be combined with each form of the command
 FORMS = {
     "data": ("split", "out", "predictions", "threshold", "mapping", "system"),
     "text": ("top", "system"),
-    "input": ("columns", "out", "threshold", "system"),
+    "input": ("columns", "id", "out", "threshold", "system"),
 }
 
 
@@ -91,6 +91,9 @@ class EvaluateConfig(Settings):
     """The column of input= that holds the text, or a list of columns if a row has several texts:
     the two texts of a pair; a question and its context; a context and its endings. Empty: the
     columns that the training data had."""
+    id: str | None = None
+    """The column of input= that names each row. The predictions have it as their column `id`.
+    Default: the column of --id in training, or `id`, if the file has it."""
     mapping: str | None = None
     """How token ids of the store become those of the model (see `python train.py --help`). Default:
     the mapping that the checkpoint was trained with."""
@@ -107,9 +110,7 @@ def fill_mask(
     """
     task, tokenizer = checkpoint.task, checkpoint.tokenizer
     if task is None or not task.predicts_masked:
-        raise BadInput(
-            "this checkpoint has no MLM head, so it cannot fill a mask; give one that has"
-        )
+        raise BadInput(f"this checkpoint has no MLM head, so it cannot fill a mask; {train_mlm()}")
     batch = with_masks(tokenizer, text, checkpoint.config.max_positions)
     model = checkpoint.model().to(ranks.device)
     with torch.no_grad(), ranks.autocast(precision):
@@ -150,7 +151,7 @@ def main(write_rows: WriteRows | None = None) -> None:
 
 def parse_arguments(arguments: list[str]) -> EvaluateConfig:
     """The settings of a command line. Raises BadInput if they cannot be combined."""
-    if not arguments or "=" in arguments[0]:
+    if not arguments or "=" in arguments[0] or arguments[0].startswith("-"):
         raise BadInput("the first argument must be a checkpoint or a run, such as runs/english")
     values = parse_overrides(EvaluateConfig, arguments[1:])
     config = validate(EvaluateConfig, values)
@@ -231,7 +232,8 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
         scores = score(model, assembler, ranks, config.system.precision, config.threshold)
     if ranks.rank != 0:
         return
-    _say_truncated(checkpoint, assembler)
+    letters = assembler.max_tokens - assembler.extra
+    _say_truncated(checkpoint, assembler, longest_remedy(task.head, letters))
     if note := task.note(assembler.split):
         say(note, error=True)
     for metric, value in scores.metrics.items():
@@ -266,10 +268,10 @@ def _check_threshold(config: EvaluateConfig, task: Task) -> None:
         )
 
 
-def _say_truncated(checkpoint: Checkpoint, assembler: Assembler) -> None:
-    """Say on standard error how many rows are truncated."""
+def _say_truncated(checkpoint: Checkpoint, assembler: Assembler, remedy: str = "") -> None:
+    """Say on standard error how many rows are truncated, and the `remedy` if they are many."""
     limit = f"the checkpoint's batch.max_tokens={assembler.max_tokens}"
-    if note := assembler.truncation(limit, checkpoint.config.max_positions):
+    if note := assembler.truncation(limit, checkpoint.config.max_positions, remedy):
         say(note, error=True)
 
 
@@ -287,7 +289,8 @@ def _predict_file(
         raise ValueError("input= needs `write_rows`, which the callers of `main` import")
     with TemporaryDirectory(prefix="xformer-") as directory:
         store, tokenizer = Path(directory) / "rows", checkpoint.source or checkpoint.tokenizer
-        write_rows(Path(str(config.input)), asdict(head), tokenizer, store, config.columns)
+        path, key = Path(str(config.input)), config.id or ""
+        write_rows(path, asdict(head), tokenizer, store, config.columns, key)
         split = open_store(store).split("input")
         assembler = Assembler(
             split, checkpoint.tokenizer, checkpoint.max_tokens, checkpoint.mapping

@@ -34,7 +34,8 @@ def chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> set[str]:
             beginnings = sorted({b for name in checkpoint.weights for b in _beginnings(name)})
             raise BadInput(
                 f"train.only={pattern!r} matches no weight"
-                f"{nearest(pattern, beginnings) or _parts(checkpoint)}"
+                f"{nearest(pattern, beginnings) or _parts(checkpoint)}; for example, "
+                """train.only='["layers.0", "layers.1"]' trains two layers"""
             )
         trained |= matching
     return trained

@@ -151,7 +151,7 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
         identity = np.arange(store.vocab_size)
         source, array = store.tokenizer(), identity if array is None else array
         start = replace(start, source=source, mapping=array)
-    notes = replaced + _notes(recipe, task, fresh, dropped)
+    notes = replaced + _notes(recipe, store, task, fresh, dropped)
     notes += describe_frozen(start, chosen(start, recipe.train.only), fresh)
     metric = _metric(recipe, task, store)
     setup = Setup(recipe, ranks, store, start, train_assembler, samples, metric, notes, precision)
@@ -251,9 +251,16 @@ def _head(recipe: Recipe, store: Store, samples: Samples) -> Head:
     )
 
 
-def _notes(recipe: Recipe, task: Task, fresh: list[str], dropped: list[str]) -> list[str]:
-    """Lines about the weights that are new or dropped, and about class weights."""
-    notes = []
+def _notes(
+    recipe: Recipe, store: Store, task: Task, fresh: list[str], dropped: list[str]
+) -> list[str]:
+    """Lines about operations on the weights, labels that are not used, weights that are new or
+    dropped, and class weights."""
+    notes = [f"surgery: {step.op} ({registry.in_words(step.op)})" for step in recipe.surgery]
+    if task.predicts_masked and store.kind != "text" and not task.head.pair_scale:
+        paired = "tokens_b" in store.split("train").columns
+        texts = "its pairs of texts" if paired else "its texts"
+        notes.append(f"{store.name} has labels, which head=mlm does not use: it reads {texts} only")
     if recipe.init is None and not task.predicts_masked:
         notes.append("no init= is given: the encoder starts from fresh weights")
     if recipe.init is not None and fresh:
@@ -263,7 +270,11 @@ def _notes(recipe: Recipe, task: Task, fresh: list[str], dropped: list[str]) -> 
             why = " (the checkpoint has no MLM head; its decoder is tied to the word embeddings)"
         notes.append(f"new weights: {', '.join(parts)}{why}")
     if dropped:
-        notes.append(f"dropped weights: {', '.join(_parts(dropped))}")
+        parts = _parts(dropped)
+        why = ""
+        if "pooler" in parts and task.predicts_masked:
+            why = " (head=mlm trains no pooler, so a fine-tuning of this run begins with a new one)"
+        notes.append(f"dropped weights: {', '.join(parts)}{why}")
     if task.head.class_weights:
         pairs = zip(task.head.labels, task.head.class_weights, strict=True)
         weights = ", ".join(f"{name} {weight:.3g}" for name, weight in pairs)

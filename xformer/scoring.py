@@ -18,7 +18,7 @@ from xformer.data.store import Store
 from xformer.parallel.compiled import not_compiled
 from xformer.parallel.feed import made_ahead
 from xformer.parallel.processes import Ranks
-from xformer.tasks.task import Model, Predictions, Task, check_finite, tensor_on, to_device
+from xformer.tasks.task import Head, Model, Predictions, Task, check_finite, tensor_on, to_device
 
 MASKING_SEED = 0  # all runs validate with the same masks, so that their losses are comparable
 
@@ -97,6 +97,8 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
     checkpoint's head or tokenizer.
     """
     task = checkpoint.task
+    if store.kind == "text" and (task is None or not task.predicts_masked):
+        raise BadInput(f"this checkpoint has no MLM head, and {store.name} is text; {train_mlm()}")
     if task is None:
         program = typed("train.py")
         raise BadInput(f"this checkpoint has no head to score: fine-tune it with {program} first")
@@ -113,6 +115,21 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
         size = checkpoint.config.vocab_size
         array = mapping.build_mapping(spec or head.mapping, store, checkpoint.tokenizer, size)
     return Assembler(store.split(split), checkpoint.tokenizer, checkpoint.max_tokens, array)
+
+
+def longest_remedy(head: Head, most: int) -> str:
+    """What else can be done about truncated rows, for stores of DNA or proteins; "" for others.
+    `most` is the number of letters that fit into a row."""
+    if "longest" not in (head.columns or {}):
+        return ""
+    door = typed("preprocess.py task")
+    return f"; a store that {door} makes with --longest {most} keeps both ends of each sequence"
+
+
+def train_mlm() -> str:
+    """The remedy for a checkpoint without an MLM head."""
+    recipe = typed("recipes/pretrain/continue.toml")
+    return f"train one with {recipe} (init=CHECKPOINT data=STORE), or give a checkpoint that has it"
 
 
 def check_kind(kind: str, task: Task | type[Task], store: object) -> None:

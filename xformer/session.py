@@ -28,6 +28,7 @@ from xformer.parallel.feed import Step
 from xformer.prepare import Setup, training_tokens, warmup_share
 from xformer.profile import Profiler
 from xformer.run import SINCE_LOG, Run, State
+from xformer.scoring import longest_remedy
 from xformer.snapshot import Snapshot
 from xformer.tasks.task import Model
 from xformer.writer import BackgroundWriter
@@ -257,8 +258,9 @@ def announce(setup: Setup, model: Model, monitor: Monitor) -> None:
     """Print what a new run trains, and log the numbers of parameters, rows and tokens."""
     for note in (*setup.notes, *setup.recipe.optim.notes()):
         monitor.say(note)
-    limit = f"batch.max_tokens={setup.recipe.batch.max_tokens}"
-    if note := setup.train.truncation(limit, setup.start.config.max_positions):
+    limit, most = setup.recipe.batch.max_tokens, setup.start.config.max_positions
+    remedy = longest_remedy(setup.task.head, limit - setup.train.extra)
+    if note := setup.train.truncation(f"batch.max_tokens={limit}", most, remedy):
         monitor.say(note)
     parameters = sum(p.numel() for p in model.parameters())
     monitor.event(

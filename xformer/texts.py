@@ -20,6 +20,11 @@ from xformer.data.tokenizers import Tokenizer
 from xformer.tasks.task import Model, check_finite, to_device
 
 Pooling = Literal["mean", "first"]
+# what other programs call a pooling
+POOLING_NAMES = {
+    "mean": "average avg mean_pooling mean_tokens pooling_mode_mean_tokens",
+    "first": "bos cls cls_token first_token pooler pooler_output pooling_mode_cls_token",
+}
 CPU = torch.device("cpu")
 
 
@@ -101,13 +106,21 @@ def check_arguments(model: Model, pooling: str, max_tokens: int | None, batch_to
     most = model.config.max_positions
     if model.cnn is not None:
         raise BadInput("a hilbert_cnn has no hidden states; give a transformer")
-    if pooling not in ("mean", "first"):
-        raise BadInput(f"pooling={pooling!r} must be 'mean' or 'first'")
+    check_pooling(pooling)
     if max_tokens is not None and not 2 <= max_tokens <= most:
         raise BadInput(f"max_tokens={max_tokens} must be from 2 to {most}, the model's limit")
     if batch_tokens < 1:
         raise BadInput(f"batch_tokens={batch_tokens} must be at least 1")
     return max_tokens or most
+
+
+def check_pooling(pooling: object) -> None:
+    """Raise BadInput, with the pooling that other programs call so, unless this is one."""
+    if pooling not in list(POOLING_NAMES):
+        own = str(pooling).lower().replace("-", "_")
+        near = [name for name, others in POOLING_NAMES.items() if own in others.split()]
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise BadInput(f"pooling={pooling!r} must be 'mean' or 'first'{hint}")
 
 
 def pooled(model: Model, batch: Batch[Tensor], pooling: Pooling) -> Tensor:

@@ -184,9 +184,15 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _longest(tokenizer: Path) -> int:
-    """The length of a row if the user gives none. If a model limits it, a line says so."""
+def _longest(tokenizer: Path, given: int | None) -> int:
+    """The length of a row: as `given`, or else the default. If it is the most that the model of the
+    tokenizer reads, or more, a line says so."""
     limit = tokenizers.longest_row(tokenizer)
+    if given is not None:
+        if limit is not None and given > limit - 2:
+            line = f"note: --max-tokens {given} is more than the model of {tokenizer} can read"
+            say(f"{line}; for that model give {limit - 2} at most", error=True)
+        return given
     if limit is None or not 2 < limit < LONGEST + 2:
         return LONGEST
     line = f"rows of {limit - 2} tokens, because the model of {tokenizer} takes at most {limit},"
@@ -221,7 +227,7 @@ def run(arguments: argparse.Namespace) -> None:
         splits,
         tokenizer,
         options,
-        arguments.max_tokens or _longest(arguments.tokenizer),
+        _longest(arguments.tokenizer, arguments.max_tokens),
         command_origin(),
         arguments.overwrite,
         workers,

@@ -19,7 +19,7 @@ from xformer.data.errors import BadInput
 from ..bad import BadRows
 from .labelled import Row, TaskSource, input_files
 from .tables import ENDINGS, HALF
-from .tsv import add_form, open_tables
+from .tsv import add_form, add_id, key_of, open_tables
 
 ABOUT = "Questions with a context and two or more endings, one of which is right."
 UNLABELLED = ("valid", "test")  # splits that may lack labels
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="The number that the label column uses for the first ending, 0 or 1 (default: "
         "%(default)s).",
     )
+    add_id(parser)
     add_form(parser)
 
 
@@ -165,13 +166,14 @@ def read(arguments: argparse.Namespace) -> TaskSource:
         raise BadInput("--context, --endings and --label must be different columns")
     used = set[str]()
     tables = open_tables(files, names, arguments, used, UNLABELLED, columns.lists)
+    key = key_of(arguments)
     bad = BadRows(arguments.skip_bad)
 
     def rows() -> Iterator[Row]:
         # every pass over the files begins with `choices` not known
         columns = QuestionColumns(arguments.context, arguments.endings)
         for table, labelled, marks in tables:
-            wanted = [*names, arguments.label] if labelled else names
+            wanted = [*names, *key, *([arguments.label] if labelled else [])]
             for split, line, values in marks.rows(table, wanted, bad):
                 label = (values[-1] or "").strip() if labelled else ""
                 unknown = not label or (label == "-1" and split in UNLABELLED)
@@ -181,7 +183,9 @@ def read(arguments: argparse.Namespace) -> TaskSource:
                 except ValueError as error:
                     bad(table.path, line, str(error))
                     continue
-                yield Row(split, texts, None if right is None else str(right), table.path, line)
+                known = None if right is None else str(right)
+                id_ = (values[len(names)] or "") if key else None
+                yield Row(split, texts, known, table.path, line, id_)
 
     return TaskSource(
         rows=rows,

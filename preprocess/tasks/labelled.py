@@ -29,6 +29,7 @@ from xformer.data import tokenizers
 from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
+from xformer.data.files import near
 from xformer.data.store import UNLABELLED, UNSEEN
 from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
 from xformer.data.tokenizers import Tokenizer
@@ -687,7 +688,7 @@ def run(
     """Encode the task `name`, read by `read`, into a store."""
     check_output_directory(arguments.output, arguments.overwrite, "store.json")
     if arguments.input is not None and not arguments.input.exists():
-        raise BadInput(f"{arguments.input} does not exist")
+        raise BadInput(f"{arguments.input} does not exist{near(arguments.input, folders=False)}")
     tokenizer = tokenizers.load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
     started = time.monotonic()
     task = read(arguments)

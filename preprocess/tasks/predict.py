@@ -25,7 +25,7 @@ from ..words import CachedEncoder
 from . import choice, dna, glue, labelled, music, protein, sequences, squad, tags, tsv
 from .labelled import Row
 from .sequences import FASTA, SEQUENCE, Sequences
-from .tables import Form, RowTable, extension
+from .tables import Form, RowTable, extension, other_separator
 
 INPUT = "input"  # the name of the split, and of the column with the texts as they were read
 KINDS = {"classify": "class", "regress": "score", "tag": "tag", "span": "span", "choice": "choice"}
@@ -46,6 +46,7 @@ class HeadRecord(NamedTuple):
     max_tokens: int
     columns: dict[str, Any]
     given: Sequence[str] = ()  # what the file calls the columns of the texts, if the user says so
+    key: str = ""  # the column that names each row, if the user says so
 
     @property
     def task(self) -> str:
@@ -64,18 +65,19 @@ def write_rows(
     tokenizer: Tokenizer,
     output: Path,
     given: Sequence[str] = (),
+    key: str = "",
 ) -> None:
     """Encode the rows of a file as the split `input` of a new store at `output`.
 
     `head` is the checkpoint's head as a dict, `tokenizer` that of its training data. `given` are
-    the columns of the file that hold the texts, if they are not those of training. The columns
-    `input` and `input_b` hold the texts as they were read. Raises BadInput naming file and line of
-    a row that cannot be read.
+    the columns of the file that hold the texts, if they are not those of training. `key` is the
+    column that names each row; by default the one of --id in training, or else `id`, if the file
+    has it. The columns `input` and `input_b` hold the texts as they were read. Raises BadInput
+    naming file and line of a row that cannot be read.
     """
     pair = head["pair"] or head["kind"] == "choice"
-    record = HeadRecord(
-        head["kind"], list(head["labels"]), pair, head["max_tokens"], head["columns"] or {}, given
-    )
+    labels, recorded = list(head["labels"]), head["columns"] or {}
+    record = HeadRecord(head["kind"], labels, pair, head["max_tokens"], recorded, given, key)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise BadInput(f"{path} is a device or a pipe, which cannot be read twice; give a file")
     if not path.is_dir() or not _is_music(record):
@@ -176,7 +178,7 @@ def _texts(path: Path, head: HeadRecord) -> Iterator[Row]:
         recorded = ("text", "text_b") if head.pair else ("text",)
         names = [[str(head.columns[key])] if head.columns.get(key) else [] for key in recorded]
     form = tsv.form_of(path, Namespace(**head.options)) if head.task == "tsv" else None
-    for line, texts, id_ in _table(path, names, form, report_no_header=True, given=head.given):
+    for line, texts, id_ in _table(path, head, names, form, report_no_header=True):
         yield Row(INPUT, tuple(texts), None, path, line, id_)
 
 
@@ -192,7 +194,7 @@ def _choice_questions(path: Path, head: HeadRecord) -> Iterator[Row]:
     form = tsv.form_of(path, Namespace(**options)) if head.task == "choice" else None
     names = [[name] for name in columns.names]
     lists = head.given[-1:] if head.given and columns.lists else columns.lists
-    for line, values, id_ in _table(path, names, form, True, lists, head.given):
+    for line, values, id_ in _table(path, head, names, form, True, lists):
         try:
             yield Row(INPUT, columns.texts(values), None, path, line, id_)
         except ValueError as error:
@@ -201,20 +203,21 @@ def _choice_questions(path: Path, head: HeadRecord) -> Iterator[Row]:
 
 def _table(
     path: Path,
+    head: HeadRecord,
     names: Names,
     form: Form | None = None,
     report_no_header: bool = False,
     lists: Sequence[str] = (),
-    given: Sequence[str] = (),
 ) -> Iterator[tuple[int, list[str], str | None]]:
     """(line, texts, id) of the rows of a table.
 
     The table has a column for each of `names`, or it is a delimited file without a header that has
-    exactly these columns. If columns are `given`, they are read instead of those called `names`.
+    exactly these columns. If the user gives columns, they are read instead of those called `names`.
     `form` is the form of the training file. `lists` is passed on to `RowTable`. With
     `report_no_header`, a note says that the first line is read as a row. Raises BadInput if the
     columns are missing.
     """
+    given = head.given
     if given and len(given) != len(names):
         needed = " and ".join(repr(options[0]) if options else "the text" for options in names)
         raise BadInput(
@@ -226,6 +229,7 @@ def _table(
     if columns is None and given:
         raise _wrong_header(path, _first_row(path, table.form), names)
     if columns is None:
+        _refuse_key(path, head, "has no header")
         for line, row in table.delimited(BAD):
             if len(row) != len(names):
                 raise BadInput(f"{path}:{line}: {_count_columns(row)} instead of {len(names)}")
@@ -234,10 +238,21 @@ def _table(
             header = " and ".join(repr(options[0]) for options in names if options) or "line"
             say(f"note: {path} has no header {header}; line 1 is read as a row", error=True)
         return
-    id_column = ["id"] if "id" in table.columns and "id" not in columns else []
-    for line, values in table.rows([*columns, *id_column], BAD, ["id"]):
+    if head.key and head.key not in table.columns:
+        raise BadInput(f"id={head.key}: {table.missing(head.key)}")
+    if head.key in columns:
+        raise BadInput(f"id={head.key} is a column of the texts; name another, or leave id= out")
+    key = head.key or str(head.options.get("id") or "id")
+    id_column = [key] if key in table.columns and key not in columns else []
+    for line, values in table.rows([*columns, *id_column], BAD, id_column):
         texts = [value or "" for value in values[: len(columns)]]
         yield line, texts, (values[-1] or "") if id_column else None
+
+
+def _refuse_key(path: Path, head: HeadRecord, why: str) -> None:
+    """Raise BadInput if the user gives a column `id=` for a file without named columns."""
+    if head.key:
+        raise BadInput(f"id={head.key}: {path} {why}, so it has no such column; leave id= out")
 
 
 def _open(path: Path, names: Names, form: Form | None) -> tuple[RowTable, list[str] | None]:
@@ -262,6 +277,9 @@ def _open(path: Path, names: Names, form: Form | None) -> tuple[RowTable, list[s
         if None not in columns:
             return RowTable(path, candidate), [column for column in columns if column]
     bare, first = replace(usual, header=False), _first_row(path, usual)
+    for name in (name for options in names for name in options):
+        if hint := other_separator(usual, usual.delimiter.join(first), name):
+            raise BadInput(f"{path}:1: the header lacks the column {name!r}{hint}")
     if numbers := _numbered(names, len(first)):
         return RowTable(path, bare), numbers
     if len(first) == len(names) and extension(path) != ".csv":
@@ -329,14 +347,16 @@ def _records(path: Path, head: HeadRecord, letters: str) -> Iterator[tuple[int, 
         first = next(filter(None, lines), "")
     splice = head.task == "dna/splice" or head.columns.get("label") == "class"
     if splice and extension(path) != ".csv" and first.count(",") == 2:
+        _refuse_key(path, head, "is UCI's file")
         for row in dna.splice_rows(path, BAD):
             yield row.line, row.texts[0], row.id
     elif extension(path) in FASTA or first.startswith(">"):
+        _refuse_key(path, head, "is FASTA, whose records have names")
         for record in sequences.sequence_records(path, None, None, Sequences(letters), BAD, None):
             yield record.line, record.sequence, record.id
     else:
         options = dict.fromkeys([str(head.columns.get("text") or SEQUENCE[0]), *SEQUENCE])
-        for line, texts, id_ in _table(path, [list(options)], given=head.given):
+        for line, texts, id_ in _table(path, head, [list(options)]):
             yield line, texts[0], id_
 
 
@@ -349,6 +369,7 @@ def _music(path: Path, head: HeadRecord) -> Iterator[Row]:
     if pieces is None:
         yield from _pitches(path, head)
         return
+    _refuse_key(path, head, "holds MIDI files")
     segment = int(head.options.get("segment") or min(128, head.max_tokens - 2))
     for row in music.segment_rows(pieces, segment, BAD):
         yield row._replace(label=None, id=row.group)
@@ -383,7 +404,7 @@ def _pieces(path: Path, head: HeadRecord) -> list[music.Piece] | None:
 def _pitches(path: Path, head: HeadRecord) -> Iterator[Row]:
     """The rows of a table whose texts are pitches, separated by spaces."""
     valid = {str(pitch) for pitch in range(128)}
-    for line, texts, id_ in _table(path, [["pitches"]], given=head.given):
+    for line, texts, id_ in _table(path, head, [["pitches"]]):
         if wrong := sorted(set(texts[0].split()) - valid):
             raise BadInput(
                 f"{path}:{line}: {wrong[0]!r} is not a pitch; give numbers from 0 to 127"
@@ -398,9 +419,10 @@ def _sentences(path: Path, head: HeadRecord) -> Iterator[Row]:
     """Sentences in CoNLL's columns, whose labels are ignored, one sentence per line, or those in a
     column of a table that the user names."""
     if head.given:
-        for line, texts, id_ in _table(path, [["sentence"]], given=head.given):
+        for line, texts, id_ in _table(path, head, [["sentence"]]):
             yield Row(INPUT, (texts[0],), None, path, line, id_)
         return
+    _refuse_key(path, head, "is read without a header unless columns= names the sentences")
     if extension(path) in (*JSON, PARQUET, ".csv"):
         raise BadInput(
             f"{path}: this checkpoint labels words; give one sentence per line (.txt), or CoNLL's "
@@ -454,12 +476,13 @@ def _write_questions(path: Path, head: HeadRecord, tokenizer: Tokenizer, output:
     """Write questions and windows of their contexts. They come from SQuAD's JSON, or from a table
     with the columns `question` and `context`. The column `question.input` gets the questions."""
     if extension(path) == ".json" and squad.is_squad(read_json(path)):
+        _refuse_key(path, head, "is SQuAD's file, whose questions have ids")
         paragraphs = list(squad.read_articles(path, BAD, training=False))
     else:
         paragraphs = [
             ("", context, [squad.Question(str(i) if id_ is None else id_, question, None)])
             for i, (_, (question, context), id_) in enumerate(
-                _table(path, [["question"], ["context"]], given=head.given)
+                _table(path, head, [["question"], ["context"]])
             )
         ]
     if not any(questions for *_, questions in paragraphs):

@@ -22,6 +22,7 @@ ENDINGS = (".tsv", ".csv", ".txt", ".jsonl", ".json", ".parquet")
 BLOCK = 8192  # rows of a parquet file held at once
 CELL = 2**24  # the most characters in a quoted cell: an open quote must not swallow a whole file
 BROKEN = object()  # stands for a text that is not valid JSON
+SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon"}
 HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which UTF-8 cannot encode
 
 
@@ -53,6 +54,23 @@ def extension(path: Path) -> str:
 def stem(path: Path) -> str:
     """The file's name without its ending and that of its compression: "A" for `A.csv.gz`."""
     return Path(path.stem).stem if path.suffix in PACKED else path.stem
+
+
+def other_separator(form: Form, header: str, name: str) -> str:
+    """ "; its columns look comma-separated: ...", with the remedy, if a header that was read in
+    this form names a column like `name` once it is split at another separator; otherwise ""."""
+    for separator, called in SEPARATORS.items():
+        cells = [cell.strip().strip('"') for cell in header.split(separator)]
+        known = len(cells) > 1 and get_close_matches(name, cells, 1)
+        if separator == form.delimiter or not known:
+            continue
+        remedy = "separate them by commas, in a file named .csv"
+        if form.hint:  # the command has the option
+            remedy = f"give --delimiter {called}"
+        elif separator != ";":
+            remedy = f"rename the file to end in .{'csv' if separator == ',' else 'tsv'}"
+        return f"; its columns look {called}-separated: {remedy}"
+    return ""
 
 
 class RowTable:
@@ -94,6 +112,8 @@ class RowTable:
             return BadInput(f"{self.path} has {width} columns; there is no column {name}")
         near = get_close_matches(name, self.columns, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        if self.kind not in (".jsonl", ".json", ".parquet"):
+            hint = other_separator(self.form, self.form.delimiter.join(self.columns), name) or hint
         return BadInput(f"{self.path} has no column {name!r}; it has {self.shown()}{hint}")
 
     def shown(self) -> str:

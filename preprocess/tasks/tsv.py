@@ -51,7 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="The metric by which training selects the best checkpoint, unless train.metric names "
         "another (default: accuracy for classes, spearman for scores).",
     )
+    add_id(parser)
     add_form(parser)
+
+
+def add_id(parser: argparse.ArgumentParser) -> None:
+    """Add --id."""
+    parser.add_argument(
+        "--id",
+        metavar="COLUMN",
+        help="A column that names each row, such as a key of your database. The store keeps it, "
+        "and tables of predictions show it as `id`. Its values must differ (default: none).",
+    )
 
 
 def add_form(parser: argparse.ArgumentParser) -> None:
@@ -104,10 +115,12 @@ def open_tables(
 ) -> list[tuple[RowTable, bool, splits.SplitColumns]]:
     """(table, whether it has labels, the columns that name the splits of its rows) of every file.
 
-    Every file must have the columns `names`. It must also have the label column, unless it is a
-    file of a split in `unlabelled`. `used` collects the columns that name splits. `lists` is passed
-    on to `RowTable`. Raises BadInput if a column is missing, and lists the columns that exist.
+    Every file must have the columns `names` and that of --id. It must also have the label column,
+    unless it is a file of a split in `unlabelled`. `used` collects the columns that name splits.
+    `lists` is passed on to `RowTable`. Raises BadInput if a column is missing, and lists those that
+    exist.
     """
+    names = [*names, *key_of(arguments)]
     tables, with_label = [], [*names, arguments.label]
     for split, paths in files.items():
         for path in paths:
@@ -121,6 +134,11 @@ def open_tables(
     return tables
 
 
+def key_of(arguments: argparse.Namespace) -> list[str]:
+    """The column of --id, or no column."""
+    return [arguments.id] if arguments.id else []
+
+
 def read(arguments: argparse.Namespace) -> TaskSource:
     """The rows of a file, or of a directory with one file per split.
 
@@ -131,16 +149,17 @@ def read(arguments: argparse.Namespace) -> TaskSource:
     if len({*names, arguments.label}) <= len(names):
         raise BadInput("--text, --text-b and --label must be different columns")
     used = set[str]()
-    tables = open_tables(files, names, arguments, used)
+    tables, key = open_tables(files, names, arguments, used), key_of(arguments)
     bad = BadRows(arguments.skip_bad)
 
     def rows() -> Iterator[Row]:
         for table, labelled, marks in tables:
-            wanted = [*names, arguments.label] if labelled else names
+            wanted = [*names, *key, *([arguments.label] if labelled else [])]
             for split, line, values in marks.rows(table, wanted, bad):
                 texts = tuple(value or "" for value in values[: len(names)])
                 label = (values[-1] or "").strip() if labelled else ""
-                yield Row(split, texts, label or None, table.path, line)
+                id_ = (values[len(names)] or "") if key else None
+                yield Row(split, texts, label or None, table.path, line, id_)
 
     labels = [name.strip() for name in arguments.labels.split(",")] if arguments.labels else None
     if labels and (len(set(labels)) != len(labels) or arguments.kind == "score"):

@@ -14,6 +14,7 @@ from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory
+from xformer.data.store import MAX_PIECES
 
 from ..arguments import add_output, add_skip_lines, check_output_directory
 from ..bad import BadRows
@@ -128,7 +129,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(6),
         metavar="N",
         help="The number of pieces in the vocabulary, including the five special tokens. A small "
-        "text may yield fewer. Required with --input.",
+        "text may yield fewer. Required with --input, except for --kind symbols, which takes all "
+        "characters of the text.",
     )
     add(
         "--from",
@@ -153,8 +155,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--alphabet",
         metavar="LETTERS",
-        help="The letters of a symbols tokenizer, in the order of their ids. With this option, "
-        "--input is refused and --vocab-size is ignored.",
+        help="The letters of a symbols tokenizer, in the order of their ids, such as ACGT. This "
+        "option needs no other: --input is refused and --vocab-size is ignored.",
     )
     add_output(parser, "TOK")
 
@@ -176,10 +178,10 @@ def run(arguments: argparse.Namespace) -> None:
                 )
         tokenizer = published.import_tokenizer(arguments.source, arguments.cased)
         note = _unreachable(tokenizer)
-    elif kind is None:
+    elif kind is None and arguments.alphabet is None:
         raise BadInput("--kind trains a tokenizer and --from imports one; give one of them")
     elif arguments.alphabet is not None:
-        if kind != "symbols":
+        if kind not in ("symbols", None):
             raise BadInput(f"--alphabet goes with --kind symbols, not {kind}")
         if arguments.input:
             raise BadInput("give either --alphabet or --input, not both")
@@ -189,16 +191,19 @@ def run(arguments: argparse.Namespace) -> None:
             )
         tokenizer = vocabularies.symbols(arguments.alphabet)
     else:
-        for option in ("input", "vocab_size"):
-            if not getattr(arguments, option):
-                raise BadInput(f"--{option.replace('_', '-')} is required for --kind {kind}")
+        if not arguments.input:
+            letters = ", unless --alphabet gives the letters" if kind == "symbols" else ""
+            raise BadInput(f"--input is required for --kind {kind}{letters}")
+        if not arguments.vocab_size and kind != "symbols":
+            raise BadInput(f"--vocab-size is required for --kind {kind}")
         files = inputs.find_files(arguments.input, arguments.format)
         inputs.check_distinct({"--input": files})
         bad = BadRows(arguments.skip_bad)
         options = TextOptions(
             skip=arguments.skip_lines, format=arguments.format, json_field=arguments.field, bad=bad
         )
-        tokenizer = learn(kind, files, arguments.vocab_size, not arguments.cased, options)
+        most = arguments.vocab_size or MAX_PIECES
+        tokenizer = learn(kind, files, most, not arguments.cased, options)
         bad.report()
         if kind != "symbols" and len(tokenizer) < arguments.vocab_size:
             note = " (the text yields no more)"

@@ -168,7 +168,8 @@ def open_examples(config: ExamplesConfig, paths: list[str], most: int = DEFAULT_
         try:
             array = _mapping(checkpoint, store, spec)
         except BadInput as error:
-            raise BadInput(f"{path}: {error}") from None
+            others = "; mapping_b= is the mapping of all checkpoints but the first"
+            raise BadInput(f"{path}: {error}{others if len(paths) > 1 else ''}") from None
         assembler = Assembler(split, checkpoint.tokenizer, longest, array)
         model = checkpoint.model().to(device)
         models.append(LoadedModel(name, path, key_of(path), checkpoint, model, assembler, device))

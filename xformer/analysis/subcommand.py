@@ -70,8 +70,10 @@ def parse_arguments(command: Subcommand, arguments: list[str]) -> tuple[list[str
     if any(argument in ("-h", "--help") for argument in arguments):
         say(*help_text(command.schema, command.text).split("\n"))
         sys.exit(0)
-    first_key = next((i for i, text in enumerate(arguments) if "=" in text), len(arguments))
+    keys = (i for i, text in enumerate(arguments) if "=" in text or text.startswith("-"))
+    first_key = next(keys, len(arguments))
     paths = arguments[:first_key]
+    values = parse_overrides(command.schema, arguments[first_key:])
     if len(paths) < command.least or (command.most is not None and len(paths) > command.most):
         several = command.most != 1
         wanted = str(command.least) if command.least == command.most else f"{command.least} or more"
@@ -81,7 +83,7 @@ def parse_arguments(command: Subcommand, arguments: list[str]) -> tuple[list[str
         )
     if command.most is None and (twice := [path for path in paths if paths.count(path) > 1]):
         raise BadInput(f"the {command.path_kind} {twice[0]} is given twice; give each one once")
-    config = validate(command.schema, parse_overrides(command.schema, arguments[first_key:]))
+    config = validate(command.schema, values)
     if command.directory:
         check_writable(config, command.name)
     return paths, config

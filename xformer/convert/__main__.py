@@ -227,7 +227,11 @@ def _export_hf(arguments: argparse.Namespace) -> None:
     head = checkpoint.head.kind if checkpoint.head else "none"
     say(f"{out}: {family.name}, {len(checkpoint.weights)} weights, head: {head}")
     if checkpoint.source is not None:
-        say("the checkpoint's mapping of raw input ids is not exported", error=True)
+        say(
+            "the checkpoint's mapping of raw input ids is not exported: the exported tokenizer "
+            f"does not make the ids that the model reads; see {out / 'README.md'}",
+            error=True,
+        )
 
 
 def _halve(arguments: argparse.Namespace) -> None:

@@ -23,6 +23,7 @@ from xformer.convert.recorded import Training
 from xformer.data.store import Store
 
 EXAMPLE = 'outputs = model(**tokenizer("one text", return_tensors="pt"))'  # without a head
+SYMBOLS = 256  # a larger alphabet is not written into a card
 PACKAGES = ("xformer", "torch", "numpy", "python")  # whose versions are shown
 
 
@@ -60,9 +61,31 @@ class Card:
             architecture=architecture,
             parameters=sum(weight.numel() for weight in checkpoint.weights.values()),
             auto=f"AutoModelFor{head}" if head else "AutoModel",
-            example=checkpoint.task.hf_example if checkpoint.task else EXAMPLE,
+            example=_example(checkpoint),
             training=self.training and _training(self.training, checkpoint),
         )
+
+
+def _example(checkpoint: Checkpoint) -> str:
+    """Python that calls the model: on a text, or on ids if the model reads mapped ids."""
+    if checkpoint.source is None or checkpoint.mapping is None:
+        return checkpoint.task.hf_example if checkpoint.task else EXAMPLE
+    source, special = checkpoint.source, checkpoint.tokenizer.special
+    around = " and ".join(checkpoint.tokenizer.pieces[special[role]] for role in ("cls", "sep"))
+    ids = {
+        piece: int(checkpoint.mapping[i])
+        for i, piece in enumerate(source.pieces)
+        if i not in source.special.values()
+    }
+    if source.kind == "symbols" and len(ids) <= SYMBOLS:
+        text = (" " if source.meta["separated"] else "").join([*ids][:8])
+        symbols = json.dumps(text, ensure_ascii=False) + ".split()" * source.meta["separated"]
+        lines = [f"ids = {json.dumps(ids, ensure_ascii=False)}  # of each symbol"]
+        between, why = f"*(ids[symbol] for symbol in {symbols}), ", f"between {around}"
+    else:
+        lines, between, why = [], "", f"{around}; put the mapped ids between them"
+    lines.append(f"row = [{special['cls']}, {between}{special['sep']}]  # {why}")
+    return "\n".join([*lines, "outputs = model(input_ids=torch.tensor([row]))"])
 
 
 def _metadata(card: Card) -> dict[str, Any]:

@@ -30,11 +30,19 @@ SYNONYMS = {
 class CommandParser(argparse.ArgumentParser):
     """An ArgumentParser that reports an error in one line and suggests the nearest valid choice.
 
-    A wrong command line raises BadInput. Options cannot be abbreviated.
+    A wrong command line raises BadInput. Options cannot be abbreviated. The parsed attribute
+    `parser` is the parser of the sub-command.
     """
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
+        self.set_defaults(parser=self)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        arguments, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            arguments.parser.error(f"unrecognized arguments: {unknown[0]}")
+        return arguments
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         for word in sys.argv if args is None else args:

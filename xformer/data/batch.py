@@ -198,12 +198,12 @@ class Assembler:
             most = max(most, int(np.sum(texts, 0).max()))
         return most + self.extra
 
-    def truncation(self, limit: str, longest: int) -> str:
+    def truncation(self, limit: str, longest: int, remedy: str = "") -> str:
         """A sentence that says how many rows are longer than `max_tokens`, or "" if none is.
 
         If more than a tenth of the rows are longer, the sentence is a warning that says what length
-        they need. `limit` names the limit and its value, such as "batch.max_tokens=128". `longest`
-        is the longest row that the model accepts, in tokens.
+        they need, and ends with the `remedy`. `limit` names the limit and its value, such as
+        "batch.max_tokens=128". `longest` is the longest row that the model accepts, in tokens.
         """
         sizes = self._untruncated_sizes()
         cut = int((sizes > self.max_tokens).sum())
@@ -220,7 +220,7 @@ class Assembler:
         needs = f"the longest needs {most}"
         if fit <= 0.8 * most:
             needs += f", 99 % of the rows need at most {fit}"
-        return f"WARNING: {line}; {needs} (the model takes up to {longest})"
+        return f"WARNING: {line}; {needs} (the model takes up to {longest}){remedy}"
 
     def sizes(self, examples: np.ndarray) -> np.ndarray:
         """Length of each example in a batch, special tokens included, (E,)."""

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,39 @@ def installed(path: str | Path) -> Path:
     if path.parent == Path("micro") and not path.exists():
         return PACKAGE / path
     return path
+
+
+def near(path: Path, folders: bool = True) -> str:
+    """ "; did you mean X?" for a path that does not exist, or "" if nothing is near. X differs from
+    the path in the name of one part. It is a folder, or also a file unless `folders`."""
+    real = installed(path)
+    wrong = real
+    while not wrong.parent.exists():
+        wrong = wrong.parent
+    try:
+        names = [p.name for p in wrong.parent.iterdir() if not p.name.startswith(".")]
+    except OSError:
+        return ""
+    for name in get_close_matches(wrong.name, names, 5):
+        candidate = wrong.parent / name / real.relative_to(wrong)
+        if candidate.is_dir() if folders else candidate.exists():
+            return f"; did you mean {candidate if real == path else path.parent / name}?"
+    return ""
+
+
+def what_is(path: Path) -> str:
+    """What is at a path: "a store", "a checkpoint", "a run", "a tokenizer" or "a file"; "" if it is
+    none of these."""
+    if path.is_file():
+        return "a file"
+    marks = {
+        "store.json": "a store",
+        "manifest.json": "a checkpoint",
+        "result.json": "a run",
+        "log.jsonl": "a run",
+        "tokenizer_meta.json": "a tokenizer",
+    }
+    return next((what for mark, what in marks.items() if (path / mark).is_file()), "")
 
 
 def cache_folder() -> Path:

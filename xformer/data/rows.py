@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from xformer.data.display import one_line
 from xformer.data.errors import BadInput
 from xformer.data.store import Ragged, Split
 from xformer.data.tokenizers import Tokenizer
@@ -32,7 +33,8 @@ def split_of(
     """A split in memory with N `texts`, and with `texts_b` if the rows are pairs.
 
     `labels` are N class numbers or N scores: a list, an array or a tensor on the CPU. Raises
-    ValueError if the numbers of texts and labels differ.
+    BadInput that names the first of the texts that is not a string, and ValueError if the numbers
+    of texts and labels differ.
     """
     columns: dict[str, Any] = {"tokens": _ragged(tokenizer, texts)}
     if texts_b is not None:
@@ -48,6 +50,10 @@ def split_of(
 
 
 def _ragged(tokenizer: Tokenizer, texts: Sequence[str]) -> Ragged:
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            what = f"{one_line(repr(text), 60)}, of type {type(text).__name__}"
+            raise BadInput(f"number {number} of the texts is {what}; give a list of strings")
     values, lengths = _ids(tokenizer, texts)
     return Ragged(values, np.concatenate([[0], np.cumsum(lengths)]))
 

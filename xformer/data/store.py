@@ -34,10 +34,13 @@ from xformer.data.files import (
     block_checksums,
     file_checksum,
     half_replaced,
+    installed,
     load_array,
+    near,
     put_back,
     read_json,
     read_own_json,
+    what_is,
 )
 
 FORMAT = 1
@@ -311,8 +314,7 @@ def open_store(path: str | Path) -> Store:
 
 def _open_store(path: Path) -> Store:
     if not (path / "store.json").is_file():
-        door = typed("preprocess.py")
-        raise BadInput(f"{path} is not a store (no store.json); make one with {door}")
+        raise no_store(path)
     _check_sums(path)
     meta = read_json(path / "store.json")
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
@@ -322,6 +324,18 @@ def _open_store(path: Path) -> Store:
         return Store(path, meta)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise BadInput(f"{path / 'store.json'} is damaged: {error!r}") from None
+
+
+def no_store(path: Path) -> BadInput:
+    """The error for a path that is not a store. It says what the path is instead."""
+    real = installed(path)
+    if not real.exists():
+        return BadInput(f"{path} is not a store: it does not exist{near(path)}")
+    remedy = f"give a directory that {typed('preprocess.py')} made from text or from labelled rows"
+    if not (what := what_is(real)):
+        return BadInput(f"{path} is not a store (no store.json); {remedy}")
+    elsewhere = " (a model is given as init=)" if what in ("a checkpoint", "a run") else ""
+    return BadInput(f"{path} is not a store but {what}{elsewhere}; {remedy}")
 
 
 def _check_sums(path: Path) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from xformer.data.errors import BadInput, typed
-from xformer.data.files import installed, json_text, put_back, read_json, read_run_json
+from xformer.data.files import installed, json_text, near, put_back, read_json, read_run_json
 
 META = "tokenizer_meta.json"
 KINDS = ("wordpiece", "bpe", "unigram", "symbols")
@@ -222,7 +222,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     path = _selected(directory)
     if not (path / META).is_file():
         if not path.exists():
-            raise BadInput(f"the tokenizer {path} does not exist")
+            raise BadInput(f"the tokenizer {directory} does not exist{near(Path(directory))}")
         raise BadInput(
             typed(
                 f"{path} holds no tokenizer ({META} is missing); import a published one with "

@@ -10,11 +10,13 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from xformer.data import tokenizers
+from xformer.data.display import say
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory, block_checksums, file_checksum, write_json
 from xformer.data.store import FORMAT, HEADER, SUMS, TEXTS
 
 NARROWED = 2**20  # offsets that are rewritten at a time
+UNKNOWN = 0.01  # a warning says if a larger share of a split's tokens, or texts, is unknown
 
 
 class NpyWriter:
@@ -58,12 +60,19 @@ def _narrow(path: Path) -> None:
 
 
 class SplitWriter:
-    """Appends rows to a split. Set `words` to record the number of words in the raw text."""
+    """Appends rows to a split. Set `words` to record the number of words in the raw text.
 
-    def __init__(self, directory: Path, columns: dict[str, np.dtype], ragged: Sequence[str]):
+    `unk` is the id of what the tokenizer does not know. `unknown_tokens` counts the tokens with
+    this id, and `unknown_rows` the texts that hold nothing else.
+    """
+
+    def __init__(
+        self, directory: Path, columns: dict[str, np.dtype], ragged: Sequence[str], unk: int
+    ):
         directory.mkdir()
         self.directory = directory
         self.words: int | None = None
+        self.unk, self.unknown_tokens, self.unknown_rows = unk, 0, 0
         self.writers = {c: NpyWriter(directory / f"{c}.npy", t) for c, t in columns.items()}
         int64 = np.dtype(np.int64)
         self.offsets = {c: NpyWriter(directory / f"{c}.offsets.npy", int64) for c in ragged}
@@ -82,9 +91,31 @@ class SplitWriter:
 
     def append_ragged(self, column: str, values: np.ndarray, lengths: np.ndarray) -> None:
         """Append rows to a ragged column: their concatenated `values`, and each row's length."""
+        if column in TEXTS:
+            self._count_unknown(values, lengths)
         ends = self.writers[column].length + np.cumsum(lengths, dtype=np.int64)
         self.writers[column].append(values)
         self.offsets[column].append(ends)
+
+    def _count_unknown(self, values: np.ndarray, lengths: np.ndarray) -> None:
+        unknown = np.asarray(values) == self.unk
+        if not unknown.any():
+            return
+        ends = np.concatenate([[0], np.cumsum(lengths)])
+        in_row = np.diff(np.concatenate([[0], np.cumsum(unknown)])[ends])
+        self.unknown_tokens += int(unknown.sum())
+        self.unknown_rows += int(((in_row == np.diff(ends)) & (in_row > 0)).sum())
+
+    def unknown(self) -> str:
+        """How much of the split the tokenizer does not know: "2 % of train (texts with nothing
+        else: 5)". "" if it is at most the share UNKNOWN of the tokens, and of the texts."""
+        columns = [column for column in TEXTS if column in self.offsets]
+        tokens = sum(self.writers[column].length for column in columns)
+        rows = sum(self.offsets[column].length - 1 for column in columns)
+        if self.unknown_tokens <= UNKNOWN * tokens and self.unknown_rows <= UNKNOWN * rows:
+            return ""
+        alone = f" (texts with nothing else: {self.unknown_rows:,})" if self.unknown_rows else ""
+        return f"{100 * self.unknown_tokens / tokens:.3g} % of {self.directory.name}{alone}"
 
     def close(self) -> None:
         """Finish the files of all columns."""
@@ -129,17 +160,19 @@ class StoreWriter:
         self.directory, self.tokenizer, self.ragged = directory, tokenizer, ragged
         self.columns = {c: ids if c in TEXTS else np.dtype(t) for c, t in columns.items()}
         self.splits: dict[str, dict[str, Any]] = {}
+        self.unknown: dict[str, str] = {}  # split -> how much of it is unknown, if it is much
 
     @contextmanager
     def split(self, name: str) -> Iterator[SplitWriter]:
         """A context that writes a new split. Raises BadInput at its end if the split has no
         rows."""
-        writer = SplitWriter(self.directory / name, self.columns, self.ragged)
+        unk = self.tokenizer.special["unk"]
+        writer = SplitWriter(self.directory / name, self.columns, self.ragged, unk)
         try:
             yield writer
         finally:
             writer.close()
-        self.splits[name] = writer.describe()
+        self.splits[name], self.unknown[name] = writer.describe(), writer.unknown()
         if self.splits[name]["rows"] == 0:
             raise BadInput(
                 f"the split {name!r} would be empty: its input holds no example; give another input"
@@ -183,6 +216,14 @@ class StoreWriter:
         write_json(self.directory / "store.json", meta)
         small = [path for path in sorted(self.directory.iterdir()) if path.is_file()]
         write_json(self.directory / SUMS, {"sha256": {p.name: file_checksum(p) for p in small}})
+        if parts := [self.unknown[name] for name in self.splits if self.unknown[name]]:
+            piece = self.tokenizer.pieces[self.tokenizer.special["unk"]]
+            say(
+                f"warning: of the tokens, {', '.join(parts)} are {piece}, which stands for "
+                "all that the tokenizer does not know; check the input, or give a tokenizer that "
+                "was trained on such input (for DNA and proteins: one of --kind symbols)",
+                error=True,
+            )
 
 
 @contextmanager

@@ -22,7 +22,14 @@ from xformer.data.arguments import CommandParser, add_checkpoint, add_out, whole
 from xformer.data.display import say
 from xformer.data.errors import typed
 from xformer.start import run
-from xformer.surgery.registry import OPERATIONS, Registered, apply, parse_operation, split_docstring
+from xformer.surgery.registry import (
+    OPERATIONS,
+    Registered,
+    apply,
+    in_words,
+    parse_operation,
+    split_docstring,
+)
 
 SEED = "Seed of every operation that takes a seed but is not given one (default: 0)."
 
@@ -54,7 +61,7 @@ def main() -> None:
         checkpoints.save(after, arguments.out, arguments.overwrite, check=check)
     for record in after.history[len(before.history) :]:
         values = [f"{key}={value}" for key, value in record.items() if key != "op"]
-        say(" ".join([record["op"], *values]))
+        say(f"{' '.join([record['op'], *values])} ({in_words(record['op'])})")
     say(f"{arguments.out}: {summary(before, after)}, {time.perf_counter() - began:.2f} s")
 
 
@@ -63,7 +70,8 @@ def summary(before: Checkpoint, after: Checkpoint) -> str:
     old = {id(weight) for weight in before.weights.values()}
     new = sum(id(weight) not in old for weight in after.weights.values())
     parameters = sum(weight.numel() for weight in after.weights.values())
-    return f"{parameters:,} parameters, {new} of {len(after.weights)} weights new"
+    count = f"{new} of {len(after.weights)}" if new < len(after.weights) else f"all {new}"
+    return f"{parameters:,} parameters, {count} weights new"
 
 
 def help_lines(known: Registered) -> list[str]:

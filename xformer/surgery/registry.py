@@ -117,6 +117,14 @@ def split_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     return about, dict(entries)
 
 
+def in_words(name: str) -> str:
+    """What an operation does, in a few words: "re-initialise the word embeddings and nothing else"
+    for clean_embeddings."""
+    about = " ".join(split_docstring(OPERATIONS[name].function)[0].split())
+    words = re.split(r" \(|\.", about)[0]
+    return words[:1].lower() + words[1:]
+
+
 @contextmanager
 def naming(name: str) -> Iterator[None]:
     """Put the operation's name in front of a BadInput that does not start with it."""
@@ -174,7 +182,8 @@ def parse_operation(text: str) -> Operation:
     if inside.count("[") != inside.count("]"):
         raise BadInput(f"{text!r} has unbalanced brackets")
     if name not in OPERATIONS:
-        hint = nearest(name, list(OPERATIONS)) or f"; the operations are {', '.join(OPERATIONS)}"
+        there = f"; the operations are {', '.join(OPERATIONS)}, written like 'keep_layers(first=6)'"
+        hint = nearest(name, list(OPERATIONS)) or there
         raise BadInput(f"unknown operation {name!r}{hint}")
     types = all_keys(OPERATIONS[name].schema)
     del types["op"]

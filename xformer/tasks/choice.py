@@ -90,13 +90,12 @@ class Choice(Pooled):
             "probability": [f"{chance:.4f}" for chance in chances.max(1)],
         }
         first = np.arange(len(best)) * split.together
-        if "input" not in split.columns:
-            return table | {"question": [str(i) for i in range(len(best))]}
-        contexts, endings = (texts(split.columns[name]) for name in ("input", "input_b"))
-        table |= {
-            "input": [contexts[row] for row in first],
-            "chosen": [endings[row] for row in first + best],
-        }
+        if "input" in split.columns:
+            contexts, endings = (texts(split.columns[name]) for name in ("input", "input_b"))
+            table["input"] = [contexts[row] for row in first]
+            table["chosen"] = [endings[row] for row in first + best]
+        else:
+            table["question"] = [str(i) for i in range(len(best))]
         if "id" in split.columns:
             ids = texts(split.columns["id"])
             table["id"] = [ids[row] for row in first]

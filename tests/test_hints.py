@@ -1,0 +1,433 @@
+"""What commands say so that a newcomer can go on: about wrong paths and options, about tokens that
+are not known, and about labels and weights that training does not use.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from xformer import checkpoint as checkpoints
+from xformer import config, evaluate, prepare, surgery, texts
+from xformer.analysis import pwcca
+from xformer.analysis.examples import open_examples
+from xformer.analysis.subcommand import parse_arguments
+from xformer.checkpoint import Checkpoint
+from xformer.convert import __main__ as convert
+from xformer.data import vocabularies
+from xformer.data.batch import Assembler
+from xformer.data.errors import BadInput
+from xformer.data.rows import split_of, write_store
+from xformer.data.store import open_store
+from xformer.parallel.processes import ALONE
+from xformer.preprocess import cli
+from xformer.preprocess.tasks import predict
+from xformer.preprocess.tasks.tables import Form, RowTable
+from xformer.recipe import Recipe
+from xformer.scoring import assembler_for
+from xformer.session import announce
+from xformer.surgery.registry import parse_operation
+from xformer.tasks.task import Head
+
+WORDS = ["a", "word", "is", "a", "good", "thing", "to", "say"]
+
+
+@pytest.fixture(scope="module")
+def english() -> Checkpoint:
+    return checkpoints.load("micro/english")
+
+
+@pytest.fixture(scope="module")
+def place(english: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a store of text, one with classes, a classifier, and labelled DNA."""
+    place = tmp_path_factory.mktemp("hints")
+    rows = [" ".join(WORDS[i % 8 :]) for i in range(32)]
+    write_store(place / "text", english.tokenizer, {"train": rows, "valid": rows[:8]})
+    named = [(text, "ab"[i % 2]) for i, text in enumerate(rows)]
+    splits = {"train": named, "valid": named[:8]}
+    write_store(place / "classes", english.tokenizer, splits, labels=["a", "b"])
+    head = Head("classify", labels=("a", "b"), max_tokens=64)
+    checkpoints.save(english.with_head(head), place / "classifier")
+    draw = np.random.default_rng(3)
+    lines = [f"{''.join(draw.choice(list('ACGT'), 80))},{'xy'[i % 2]}\n" for i in range(60)]
+    (place / "dna.csv").write_text("sequence,label\n" + "".join(lines))
+    return place
+
+
+@pytest.fixture
+def preprocess(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that runs preprocess.py within this process."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def run(*arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["preprocess.py", *map(str, arguments)])
+        cli.main()
+
+    return run
+
+
+def setup(place: Path, recipe: str, *keys: str) -> prepare.Setup:
+    line = [recipe, *keys, f"run={place / 'run'}", "batch.max_tokens=64", "system.precision=fp32"]
+    return prepare.prepare(config.load(Recipe, line), ALONE, ())
+
+
+# ------------------------------------------------------------------------------ unknown tokens
+
+
+def test_unknown_tokens_are_never_silent(
+    tmp_path: Path, preprocess: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A long sequence is one unknown word to a WordPiece of English."""
+    records = [f">{i}\n{'MKVL' * (40 if i % 2 else 4)}\n" for i in range(10)]
+    (tmp_path / "p.fasta").write_text("".join(records))
+    made = ("--tokenizer", "micro/english", "--output", tmp_path / "s")
+    preprocess("text", "--input", tmp_path / "p.fasta", *made)
+    [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("warning")]
+    tokens = open_store(tmp_path / "s").split("train").columns["tokens"]
+    share = 100 * float(np.mean(tokens.values == 1))
+    assert f"{share:.3g} % of train (texts with nothing else: 5) are [UNK]" in line
+    assert "--kind symbols" in line
+
+
+@pytest.mark.parametrize(("unknown", "told"), [(1, False), (2, True)])
+def test_more_than_one_percent_is_told(
+    unknown: int, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The split is named, and an ordinary share is not mentioned."""
+    rows = ["A" * 50, "C" * (50 - unknown) + "x" * unknown]
+    splits = {"train": ["ACGT" * 9], "test": rows}
+    write_store(tmp_path / "s", vocabularies.symbols("ACGT"), splits)
+    said = capsys.readouterr().err
+    assert ("of the tokens, 2 % of test are [UNK]" in said) is told
+    assert bool(said) is told
+
+
+# ------------------------------------------------------------------------------ keys of rows
+
+
+TABLE = "key\tsentence\ttool\n" + "".join(
+    f"k{i}\t{' '.join(WORDS[i % 8 :])} {i}\t{'ab'[i % 2]}\n" for i in range(60)
+)
+
+
+def ids(store: Path, split: str) -> list[str]:
+    column = open_store(store).split(split).columns["id"]
+    return [column.text(i) for i in range(len(column))]
+
+
+def test_a_key_column_names_the_rows(tmp_path: Path, preprocess: Any, english: Checkpoint) -> None:
+    """`--id` keeps a column in the store. For new rows the same column is the default, and `id=`
+    names another."""
+    (tmp_path / "t.tsv").write_text(TABLE)
+    line = ["task", "tsv", "--input", tmp_path / "t.tsv", "--text", "sentence", "--label", "tool"]
+    line += ["--tokenizer", "micro/english"]
+    preprocess(*line, "--id", "key", "--output", tmp_path / "s")
+    kept = [name for split in ("train", "valid", "test") for name in ids(tmp_path / "s", split)]
+    assert sorted(kept) == sorted(f"k{i}" for i in range(60))
+    with pytest.raises(BadInput, match=r"t.tsv has no column 'kex'.*did you mean 'key'"):
+        preprocess(*line, "--id", "kex", "--output", tmp_path / "n")
+    with pytest.raises(BadInput, match=r"an earlier row has the id 'a' too"):
+        preprocess(
+            *line[:6], "--label", "key", "--id", "tool", *line[8:], "--output", tmp_path / "n"
+        )
+
+    origin = open_store(tmp_path / "s").meta["origin"]["columns"]
+    head = {"kind": "classify", "labels": ["a", "b"], "pair": False, "max_tokens": 64}
+    head["columns"] = origin
+    file = tmp_path / "new.csv"
+    file.write_text("sentence,key,other\na word,k1,o1\na thing,k2,o2\n")
+
+    def read(name: str, key: str) -> list[str]:
+        predict.write_rows(file, head, english.tokenizer, tmp_path / name, (), key)
+        return ids(tmp_path / name, "input")
+
+    assert read("one", "") == ["k1", "k2"]
+    assert read("two", "other") == ["o1", "o2"]
+    for key, words in (
+        ("othr", "id=othr: .* has no column 'othr'; .*did you mean 'other'"),
+        ("sentence", "id=sentence is a column of the texts"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            read("none", key)
+    bare = tmp_path / "bare.txt"
+    bare.write_text("a word\na thing\n")
+    with pytest.raises(BadInput, match=r"id=other: .*bare.txt has no header"):
+        predict.write_rows(bare, head, english.tokenizer, tmp_path / "none", (), "other")
+    assert evaluate.parse_arguments(["x", f"input={file}", "id=3"]).id == "3"
+    with pytest.raises(BadInput, match="id= cannot be combined with data="):
+        evaluate.parse_arguments(["x", "data=y", "id=key"])
+
+
+def test_questions_keep_their_keys(tmp_path: Path, preprocess: Any, english: Checkpoint) -> None:
+    lines = [f"q{i}\t{WORDS[i % 8]} {i}\tyes\tno\t{i % 2}\n" for i in range(60)]
+    (tmp_path / "t.tsv").write_text("key\tasked\tA\tB\tright\n" + "".join(lines))
+    line = ["task", "choice", "--input", tmp_path / "t.tsv", "--context", "asked", "--endings"]
+    line += ["A", "B", "--label", "right", "--id", "key", "--tokenizer", "micro/english"]
+    preprocess(*line, "--output", tmp_path / "s")
+    split = open_store(tmp_path / "s").split("test")
+    task = english.with_head(Head("choice", pair=True)).task
+    assert task is not None
+    table = task.table(np.zeros((split.rows, 1), np.float32), split)
+    assert table["id"] == ids(tmp_path / "s", "test")[::2]
+    assert table["id"][0].startswith("q")
+
+
+# ------------------------------------------------------------------------------ separators
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "form", "words"),
+    [
+        ("a.tsv", "sentence,tool\nx,y\n", None, "comma-separated: rename the file to end in .csv"),
+        ("a.csv", "sentence\ttool\nx\ty\n", None, "tab-separated: rename the file to end in .tsv"),
+        ("b.csv", "id;sentence\n1;x\n", None, "semicolon-separated: separate them by commas"),
+        ("a.tsv", '"sentence","tool"\nx,y\n', Form("\t", None, hint="; see"), "--delimiter comma"),
+        ("a.tsv", "sentances,tool\nx,y\n", None, "its columns look comma-separated"),
+        ("a.tsv", "sentences\nx\n", None, "did you mean 'sentences'"),
+    ],
+)
+def test_another_separator_is_recognised(
+    name: str, content: str, form: Form | None, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    table = RowTable(tmp_path / name, form)
+    assert words in str(table.missing("sentence"))
+    assert ("did you mean" in str(table.missing("sentence"))) is ("did you mean" in words)
+
+
+def test_rows_to_predict_with_another_separator(tmp_path: Path, english: Checkpoint) -> None:
+    """The file is not read as one without a header."""
+    (tmp_path / "new.tsv").write_text("sentence,tool\na word,b\n")
+    columns = {"text": "sentence", "text_b": None, "label": "tool"}
+    head = {"kind": "classify", "labels": ["a", "b"], "pair": False, "max_tokens": 64}
+    with pytest.raises(BadInput, match=r"'sentence'; its columns look comma-separated.*\.csv$"):
+        predict.write_rows(
+            tmp_path / "new.tsv", {**head, "columns": columns}, english.tokenizer, tmp_path / "s"
+        )
+
+
+# ------------------------------------------------------------------------------ names and options
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([1], "number 0 of the texts is 1, of type int; give a list of strings"),
+        (["a", None], "number 1 of the texts is None, of type NoneType"),
+        (5, "encode takes a text or a list of texts, not 5"),
+    ],
+)
+def test_encode_says_what_it_wants(english: Checkpoint, given: Any, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        english.encode(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("cls", "first"), ("pooler", "first"), ("CLS-token", "first"), ("mean_pooling", "mean")],
+)
+def test_other_names_of_a_pooling(name: str, meant: str) -> None:
+    with pytest.raises(BadInput, match=f"must be 'mean' or 'first'; did you mean '{meant}'"):
+        texts.check_pooling(name)
+
+
+def test_an_option_of_a_subcommand_that_is_misspelt(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ["to-hf", "micro/english", "out", "--licence", "mit"]
+    monkeypatch.setattr(sys, "argv", ["convert", *line])
+    with pytest.raises(BadInput, match="unrecognized arguments: --licence; did you mean --license"):
+        convert.main()
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (["--data", "s"], "'--data' is not of the form key=value; write data=s"),
+        (["--learning-rate", "1e-3"], "write optim.lr=1e-3"),
+        (["--overwrite"], "write overwrite=true"),
+        (["--bf16"], "write system.precision=bf16"),
+        (["--zzz", "1"], "'--zzz' is not of the form key=value; --help lists the keys"),
+    ],
+)
+def test_an_option_in_place_of_a_key(option: list[str], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        config.parse_overrides(Recipe, option)
+
+
+def test_an_option_of_an_analysis() -> None:
+    for line in (["a", "b", "--data", "s"], ["a", "--data", "s", "out=f"]):
+        with pytest.raises(BadInput, match=r"write data=s$"):
+            parse_arguments(pwcca.SUBCOMMAND, line)
+
+
+def test_a_list_is_shown_by_example() -> None:
+    for line, words in (
+        ("surgery=clean", """give a list, such as surgery='[{op = "clean"}]'"""),
+        ("train.only=mlm_head", """give a list, such as train.only='["mlm_head"]'"""),
+        ('surgery=[{op="x"}]', """, as in {op = "clean"}"""),
+    ):
+        with pytest.raises(BadInput) as caught:
+            config.load(Recipe, ["pretrain/smoke", "data=s", "run=r", line])
+        assert words in str(caught.value)
+    with pytest.raises(BadInput, match=r"written like 'keep_layers\(first=6\)'"):
+        parse_operation("zzz")
+
+
+def test_an_alphabet_needs_no_other_option(tmp_path: Path, preprocess: Any) -> None:
+    """A tokenizer of symbols takes all characters of a text, if no size is given."""
+    preprocess("tokenizer", "--alphabet", "ACGT", "--output", tmp_path / "a")
+    (tmp_path / "t.txt").write_text("GATTACA\n")
+    line = ["tokenizer", "--kind", "symbols"]
+    preprocess(*line, "--input", tmp_path / "t.txt", "--output", tmp_path / "b")
+    one, two = (checkpoints.tokenizers.load_tokenizer(tmp_path / name).fingerprint for name in "ab")
+    assert one == two
+    with pytest.raises(BadInput, match="--input is required for --kind symbols, unless --alphabet"):
+        preprocess(*line, "--output", tmp_path / "c")
+    with pytest.raises(BadInput, match="--vocab-size is required for --kind bpe"):
+        preprocess(*line[:2], "bpe", "--input", tmp_path / "t.txt", "--output", tmp_path / "c")
+
+
+# ------------------------------------------------------------------------------ paths
+
+
+def test_paths_that_do_not_exist(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place.parent)
+    here = Path(place.name)
+    for wrong, right in (
+        (here / "clasifier", here / "classifier"),
+        (Path(f"{here}x") / "classifier", here / "classifier"),
+        (Path("micro/englsh"), Path("micro/english")),
+    ):
+        with pytest.raises(BadInput, match=rf"does not exist.*; did you mean {right}\?$"):
+            checkpoints.resolve(wrong)
+        with pytest.raises(BadInput, match=rf"does not exist; did you mean {right}\?$"):
+            checkpoints.tokenizers.load_tokenizer(wrong)
+    with pytest.raises(BadInput, match=rf"texd is not a store.*; did you mean {here}/text\?$"):
+        open_store(here / "texd")
+    with pytest.raises(BadInput, match=r"zzz is not a store: it does not exist$"):
+        open_store(here / "zzz")
+
+
+def test_a_path_of_another_kind(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"text is not a checkpoint but a store.*given as data="):
+        checkpoints.resolve(place / "text")
+    with pytest.raises(BadInput, match=r"dna.csv is not a checkpoint but a file"):
+        checkpoints.resolve(place / "dna.csv")
+    for path in (place / "classifier", Path("micro/english")):
+        words = rf"{path} is not a store but a checkpoint \(a model is given as init=\)"
+        with pytest.raises(BadInput, match=words):
+            open_store(path)
+    vocabularies.symbols("AC").save(tmp_path)
+    with pytest.raises(BadInput, match="is not a store but a tokenizer"):
+        open_store(tmp_path)
+
+
+# ------------------------------------------------------------------------------ training
+
+
+def test_what_pretraining_does_not_use(place: Path) -> None:
+    """The labels of a store, and the pooler of a checkpoint."""
+    plain = setup(place, "pretrain/smoke", f"data={place / 'text'}", "init=micro/english")
+    assert not [note for note in plain.notes if "labels" in note or "pooler" in note]
+    keys = (f"data={place / 'classes'}", f"init={place / 'classifier'}")
+    notes = setup(place, "pretrain/smoke", *keys).notes
+    assert (
+        f"{place / 'classes'} has labels, which head=mlm does not use: it reads its texts only"
+        in notes
+    )
+    [line] = [note for note in notes if note.startswith("dropped weights: pooler, task_head (")]
+    assert line.endswith("trains no pooler, so a fine-tuning of this run begins with a new one)")
+
+
+def test_a_run_says_its_operations_on_the_weights(place: Path) -> None:
+    clean = 'surgery=[{op="clean"}]'
+    notes = setup(
+        place, "pretrain/smoke", f"data={place / 'text'}", "init=micro/english", clean
+    ).notes
+    assert "surgery: clean (re-initialise every weight: the from-scratch baseline)" in notes
+
+
+def test_every_operation_is_described_in_a_few_words() -> None:
+    for name in surgery.registry.OPERATIONS:
+        words = surgery.registry.in_words(name)
+        assert words[:1].islower(), words
+        assert 20 < len(words) < 90, words
+        assert "(" not in words, words
+
+
+def test_text_needs_an_mlm_head(place: Path, english: Checkpoint) -> None:
+    store = open_store(place / "text")
+    classifier = checkpoints.load(place / "classifier")
+    for headless in (classifier, replace(english, head=None)):
+        with pytest.raises(BadInput, match=r"no MLM head.*continue.*init=CHECKPOINT"):
+            assembler_for(headless, store, "valid", None)
+    with pytest.raises(BadInput, match=r"no MLM head.*continue"):
+        evaluate.fill_mask(classifier, "a [MASK]", 1)
+
+
+def test_an_analysis_names_the_second_mapping(place: Path, tmp_path: Path, preprocess: Any) -> None:
+    preprocess("task", "dna", "--input", place / "dna.csv", "--output", tmp_path / "dna")
+    settings = pwcca.PwccaConfig(data=str(tmp_path / "dna"), out="f", mapping="symbols:0")
+    settings = settings.model_copy(update={"mapping_b": "none"})
+    with pytest.raises(BadInput, match=r"mapping=symbols:0.*; mapping_b= is the mapping of all"):
+        open_examples(settings, ["micro/english", "micro/english"])
+
+
+class Recorder:
+    """Stands for the monitor of a run, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def event(self, *_: object, **values: object) -> None:
+        """The numbers of the start."""
+
+
+def test_truncated_sequences_can_keep_both_ends(
+    place: Path, tmp_path: Path, preprocess: Any, english: Checkpoint
+) -> None:
+    preprocess("task", "dna", "--input", place / "dna.csv", "--output", tmp_path / "dna")
+    keys = (f"data={tmp_path / 'dna'}", "init=micro/english", "mapping=symbols:0")
+    made, monitor = setup(place, "finetune/classify", *keys), Recorder()
+    announce(made, made.start.model(), monitor)  # type: ignore[arg-type]
+    [line] = [x for x in monitor.lines if x.startswith("WARNING")]
+    assert line.endswith(
+        "preprocess.py task makes with --longest 62 keeps both ends of each sequence"
+    )
+    text = Assembler(split_of(english.tokenizer, ["a " * 99]), english.tokenizer, 64)
+    assert "--longest" not in text.truncation("batch.max_tokens=64", 128)
+
+
+@pytest.mark.parametrize(("most", "told"), [(126, False), (127, True)])
+def test_rows_beyond_the_model_whose_tokenizer_is_used(
+    most: int, told: bool, tmp_path: Path, preprocess: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.txt").write_text("a word\n")
+    line = ("text", "--input", tmp_path / "t.txt", "--tokenizer", "micro/english")
+    preprocess(*line, "--max-tokens", most, "--output", tmp_path / "s")
+    assert ("for that model give 126 at most" in capsys.readouterr().err) is told
+
+
+def test_the_summary_of_an_operation_on_all_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from xformer.surgery import __main__ as command
+
+    for name, words in (("clean", "all 58 weights new"), ("reverse_layers", "0 of 58 weights new")):
+        monkeypatch.setattr(sys, "argv", ["surgery", "micro/english", str(tmp_path / name), name])
+        command.main()
+        first, last = capsys.readouterr().out.splitlines()
+        assert words in last
+        assert surgery.registry.in_words(name) in first
+    assert torch.equal(
+        checkpoints.load(tmp_path / "clean").weights["mlm_head.bias"], torch.zeros(8192)
+    )
