@@ -50,6 +50,12 @@ def test_help_lists_the_commands(
     monkeypatch.setattr(sys, "argv", ["xformer", "analyse"])
     with pytest.raises(BadInput, match=r"no command 'analyse'; did you mean analyze\?"):
         commands._dispatch()
+    for name in commands.BELOW:
+        monkeypatch.setattr(sys, "argv", ["xformer", name])
+        with pytest.raises(BadInput, match=f"write xformer {commands.BELOW[name]} {name}$"):
+            commands._dispatch()
+        help_of = xformer(monkeypatch, capsys, commands.BELOW[name], "--help")
+        assert f" {name} " in help_of, "the sub-command knows it"
     monkeypatch.setattr(sys, "argv", ["xformer", "train"])
     with pytest.raises(BadInput, match="must be a recipe, such as pretrain/mini"):
         commands._dispatch()
@@ -159,8 +165,14 @@ def test_recipes_are_listed_and_copied(
 ) -> None:
     lines = xformer(monkeypatch, capsys, "recipes").splitlines()
     assert [line.split()[0] for line in lines] == list(recipes())
-    assert all(36 < len(line) <= 100 for line in lines)
+    assert not any(line.endswith("...") for line in lines), "a pipe gets whole descriptions"
     assert any("pretrain/mini  " in line and " A small encoder (4 layers" in line for line in lines)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    short = xformer(monkeypatch, capsys, "recipes").splitlines()
+    assert all(36 < len(line) <= 100 for line in short)
+    shown = xformer(monkeypatch, capsys, "recipes", "show", "pretrain/continue")
+    assert "#   xformer train pretrain/continue init=CHECKPOINT" in shown
+    assert "with `xformer preprocess text --tokenizer CHECKPOINT`" in shown
     for name, path in recipes().items():  # a copy means the same in any directory
         copy = tmp_path / "copy.toml"
         copy.write_text(xformer(monkeypatch, capsys, "recipes", "show", name))

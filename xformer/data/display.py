@@ -6,9 +6,10 @@ the terminal. Messages appear above the progress bar and leave it intact.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Self, TextIO
 
 EVERY = 10.0  # seconds between two lines of progress in a log
@@ -37,6 +38,13 @@ def say(*lines: str, error: bool = False) -> None:
     for line in lines:
         with _above_bars(stream):
             print(escaped(line), file=stream, flush=True)
+
+
+def say_at_once(line: str) -> None:
+    """Print a line on standard error from a signal handler. Printing as usual could fail there,
+    because the signal may have interrupted another line."""
+    with suppress(OSError, ValueError):
+        os.write(sys.stderr.fileno(), f"\n{escaped(line)}\n".encode())
 
 
 def put(text: str) -> None:
