@@ -78,7 +78,10 @@ def test_help_lists_the_commands(
         ("study", "xformer study studies/kao2021-figure2 scale=mini"),
         ("study verify", "xformer study verify runs/english"),
         ("runs", "xformer runs runs/study csv=runs.csv"),
-        ("runs rows", "xformer runs rows runs/english step=1234"),
+        (
+            "runs rows",
+            "Print the rows that a run read in a training step.\n\n    xformer runs rows",
+        ),
         ("recipes", "xformer recipes show finetune/classify"),
     ],
 )

@@ -200,6 +200,17 @@ def test_the_best_settings_come_first(store: Path, tmp_path: Path) -> None:
     assert text.index("| optim.lr=0.0001 |") < text.index("| optim.lr=0.001 |")
 
 
+def test_a_sweep_of_seeds_reports_all_runs(store: Path, tmp_path: Path) -> None:
+    plan = plan_of(read(f"data={store}", "seed=0..1", *TINY).text(tmp_path), tmp_path)
+    for run in plan.runs("run"):
+        run.path.mkdir(parents=True)
+        metrics = {"valid": {"accuracy": 0.5 + 0.1 * int(run.levels["seed"])}}
+        run.proof.write_text(json.dumps({"metrics": metrics, "seconds": 1.0}))
+    text = render(build_report(Results(plan), {}, tmp_path / "studies/x"), "md")
+    assert "Best on valid: all runs (valid 55.0 (50.0, 60.0))" in text
+    assert "| all runs | 55.0 (50.0, 60.0) |" in text
+
+
 def test_the_cost_is_timed(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run of a kind is timed, and its speed is kept; without a store there is a reason."""
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))

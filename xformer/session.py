@@ -396,10 +396,8 @@ def _signals(active: bool) -> Iterator[list[int]]:
             if number in received:
                 raise KeyboardInterrupt
             if active:
-                say_at_once(
-                    "stopping: finishing this step and saving; press Ctrl-C again to stop "
-                    "at once, without saving"
-                )
+                again = "press Ctrl-C again to stop at once, without saving"
+                say_at_once(f"stopping: finishing at most two steps, then saving; {again}")
         received.append(number)
 
     numbers = (signal.SIGTERM, signal.SIGINT)
