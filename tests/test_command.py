@@ -166,11 +166,16 @@ def test_a_recipe_is_found_by_path_or_name(tmp_path: Path, monkeypatch: pytest.M
 def test_recipes_are_listed_and_copied(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    def no_terminal(_: int) -> None:
+        raise OSError
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("os.get_terminal_size", no_terminal)
     lines = xformer(monkeypatch, capsys, "recipes").splitlines()
     assert [line.split()[0] for line in lines] == list(recipes())
     assert not any(line.endswith("...") for line in lines), "a pipe gets whole descriptions"
     assert any("pretrain/mini  " in line and " A small encoder (4 layers" in line for line in lines)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
     short = xformer(monkeypatch, capsys, "recipes").splitlines()
     assert all(36 < len(line) <= 100 for line in short)
     shown = xformer(monkeypatch, capsys, "recipes", "show", "pretrain/continue")

@@ -15,8 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from xformer.config import WIDTH, find_recipe, nearest, recipes
-from xformer.data.display import put, say
+from xformer.config import find_recipe, nearest, recipes
+from xformer.data.display import columns, put, say
 from xformer.data.errors import BadInput, typed
 from xformer.start import run
 
@@ -184,12 +184,12 @@ def _recipes() -> None:
 
 
 def _line(name: str, path: Path) -> str:
-    """A line with a recipe's name and its first comment. On a terminal only the beginning."""
+    """A line with a recipe's name and its first comment. A terminal shows only its beginning."""
     comment = re.match(r"(?:#.*\n)*", path.read_text(encoding="utf-8"))
-    words = " ".join(comment[0].replace("#", " ").split()) if comment else ""
-    if sys.stdout.isatty():
-        words = textwrap.shorten(words, WIDTH - 36, placeholder=" ...", break_on_hyphens=False)
-    return f"{name:<36}{typed(words)}"
+    words = comment[0].replace("#", " ") if comment else ""
+    width = max(columns() - 36, 20)
+    short = textwrap.shorten(typed(words), width, placeholder=" ...", break_on_hyphens=False)
+    return f"{name:<36}{short}"
 
 
 def portable(path: Path) -> str:

@@ -29,7 +29,6 @@ import csv
 import io
 import os
 import re
-import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -45,7 +44,7 @@ from xformer.config import (
     show,
     validate,
 )
-from xformer.data.display import one_line, say
+from xformer.data.display import UNLIMITED, columns, one_line, say
 from xformer.data.errors import BadInput
 from xformer.data.files import read_run_json, write_text
 from xformer.model.config import ModelConfig
@@ -68,7 +67,6 @@ so the run's store and its initial checkpoint must still be there.
 """
 CELL = 32  # widest cell of a table on a terminal, in characters
 FIRST = 3  # this many of the settings in which runs differ come before the scores
-UNLIMITED = sys.maxsize  # the width of a pipe or a file
 
 
 class ListConfig(Settings):
@@ -154,7 +152,7 @@ def print_runs(directory: Path, file: str | None) -> None:
         raise BadInput(f"there are no runs below {directory}")
     runs = differing(sorted(runs, key=lambda run: _natural(run.job or run.run)))
     if runs:
-        say(*table(runs, shutil.get_terminal_size((UNLIMITED, 0)).columns))
+        say(*table(runs, columns()))
     say(*(one_line(f"{run.run} failed: {run.why}") for run in runs if run.why))
     say(*map(one_line, skipped), error=True)
     if file is not None:

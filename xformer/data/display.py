@@ -7,11 +7,13 @@ the terminal. Messages appear above the progress bar and leave it intact.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Self, TextIO
 
+UNLIMITED = sys.maxsize  # a width
 EVERY = 10.0  # seconds between two lines of progress in a log
 REDRAW = 0.1  # seconds between two drawings of a bar
 
@@ -55,6 +57,11 @@ def put(text: str) -> None:
     with _above_bars(sys.stdout):
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def columns() -> int:
+    """The width of the terminal on standard output; UNLIMITED in a pipe or a file."""
+    return shutil.get_terminal_size((UNLIMITED, 0)).columns
 
 
 class Progress:
