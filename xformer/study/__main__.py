@@ -254,6 +254,7 @@ def cost_lines(costs: Costs, todo: dict[str, Job], slots: int) -> list[str]:
     lines = [f"{len(costs.forecast.plan.jobs)} jobs, {len(todo)} to do, {estimate}"]
     if known:
         lines.append("measured on this machine: by finished runs, or by a run's first steps")
+    if todo:
         lines += timing.other_work()
     for word in filter(untimed.count, UNTIMED):
         lines.append(f"{word}: {UNTIMED[word]} ({many(untimed.count(word), 'job')})")
