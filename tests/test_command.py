@@ -50,6 +50,12 @@ def test_help_lists_the_commands(
     monkeypatch.setattr(sys, "argv", ["xformer", "analyse"])
     with pytest.raises(BadInput, match=r"no command 'analyse'; did you mean analyze\?"):
         commands._dispatch()
+    for name in commands.BELOW:
+        monkeypatch.setattr(sys, "argv", ["xformer", name])
+        with pytest.raises(BadInput, match=f"write xformer {commands.BELOW[name]} {name}$"):
+            commands._dispatch()
+        help_of = xformer(monkeypatch, capsys, commands.BELOW[name], "--help")
+        assert f" {name} " in help_of, "the sub-command knows it"
     monkeypatch.setattr(sys, "argv", ["xformer", "train"])
     with pytest.raises(BadInput, match="must be a recipe, such as pretrain/mini"):
         commands._dispatch()
@@ -72,7 +78,10 @@ def test_help_lists_the_commands(
         ("study", "xformer study studies/kao2021-figure2 scale=mini"),
         ("study verify", "xformer study verify runs/english"),
         ("runs", "xformer runs runs/study csv=runs.csv"),
-        ("runs rows", "xformer runs rows runs/english step=1234"),
+        (
+            "runs rows",
+            "Print the rows that a run read in a training step.\n\n    xformer runs rows",
+        ),
         ("recipes", "xformer recipes show finetune/classify"),
     ],
 )
@@ -157,10 +166,21 @@ def test_a_recipe_is_found_by_path_or_name(tmp_path: Path, monkeypatch: pytest.M
 def test_recipes_are_listed_and_copied(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    def no_terminal(_: int) -> None:
+        raise OSError
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("os.get_terminal_size", no_terminal)
     lines = xformer(monkeypatch, capsys, "recipes").splitlines()
     assert [line.split()[0] for line in lines] == list(recipes())
-    assert all(36 < len(line) <= 100 for line in lines)
+    assert not any(line.endswith("...") for line in lines), "a pipe gets whole descriptions"
     assert any("pretrain/mini  " in line and " A small encoder (4 layers" in line for line in lines)
+    monkeypatch.setenv("COLUMNS", "100")
+    short = xformer(monkeypatch, capsys, "recipes").splitlines()
+    assert all(36 < len(line) <= 100 for line in short)
+    shown = xformer(monkeypatch, capsys, "recipes", "show", "pretrain/continue")
+    assert "#   xformer train pretrain/continue init=CHECKPOINT" in shown
+    assert "with `xformer preprocess text --tokenizer CHECKPOINT`" in shown
     for name, path in recipes().items():  # a copy means the same in any directory
         copy = tmp_path / "copy.toml"
         copy.write_text(xformer(monkeypatch, capsys, "recipes", "show", name))

@@ -21,7 +21,7 @@ from xformer.data.errors import BadInput
 from xformer.data.store import open_store
 from xformer.monitor import ENDS
 from xformer.rows import batches_of
-from xformer.runs import RunSummary, differing, main, summary, table
+from xformer.runs import CELL, RunSummary, differing, main, summary, table
 
 # Python that writes each step's micro-batches to a file of this rank
 KEEP = """
@@ -133,8 +133,7 @@ def test_the_table_fits_the_terminal(
         lines = printed(capsys, monkeypatch, runs)
         end = next((i for i, line in enumerate(lines) if line.startswith("columns that")), 9)
         assert max(map(len, lines[:end])) <= width
-        head = lines[1].split()
-        assert head[:1] == ["run"]
+        head = next(line.split() for line in lines if line.startswith("run "))
         assert "state" in head
         assert ("lr" in head) == (width > 80), (width, head)
         assert any("perplexity" in line for line in lines), "it is shown or named below"
@@ -142,6 +141,25 @@ def test_the_table_fits_the_terminal(
     # two pre-training runs: what they differ in fits beside their scores
     assert [set(run.settings) for run in summaries] == [{"seed", "optim.lr", "train.log_every"}] * 2
     assert table(summaries, 80)[1].split()[:5] == ["run", "state", "step", "seed", "lr"]
+    # where not even the scores fit, the settings do
+    narrow = table(summaries, 36)
+    assert narrow[1].split() == ["run", "state", "step", "seed", "lr"]
+    assert "valid loss" in " ".join(narrow[4:])
+
+
+def test_a_pipe_gets_the_whole_table(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_terminal(_: int) -> None:
+        raise OSError
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("os.get_terminal_size", no_terminal)
+    lines = printed(capsys, monkeypatch, runs)
+    assert not any(line.startswith("columns that") for line in lines)
+    assert len(str(runs / "b9")) > CELL
+    (row,) = [line for line in lines if line.startswith("deeper/classes")]
+    assert str(runs / "b9") in row
 
 
 def test_a_run_that_continues_has_no_end_in_its_log(
@@ -204,6 +222,7 @@ def test_what_is_not_a_run_costs_a_line(
         (("{runs}", "csv={none}/x/a.csv"), "x is not a directory; make it first"),
         (("rows", "{runs}", "step=1"), "is not a run: it lacks the config.json that"),
         (("rows", "{runs}/b9"), "step must be given: step=..."),
+        (("rows", "{runs}/b9", "3"), "'3' is not of the form key=value; write step=3"),
         (("rows", "{runs}/b9", "step=0"), "step=0: input should be greater than or equal to 1"),
         (("rows", "{runs}/b9", "step=10"), "step=10: {runs}/b9 ends at step 9"),
         (("rows", "{runs}/b9", "step=1", "data={other}"), "differs from what {runs}/b9 was"),

@@ -69,6 +69,9 @@ def test_values_are_lists_ranges_or_one_value() -> None:
         "batch.rows": [16],
     }
     assert read("init=2026", "seed=0..4").values == {"init": ["2026"], "seed": [0, 1, 2, 3, 4]}
+    assert read("mapping=none,symbols:0..1").values == {
+        "mapping": ["none", "symbols:0", "symbols:1"]
+    }
 
 
 @pytest.mark.parametrize(
@@ -76,8 +79,21 @@ def test_values_are_lists_ranges_or_one_value() -> None:
     [
         (["seed=4..0"], "seed=4..0: a range goes upwards"),
         (["data=a,,b"], "data=a,,b has an empty value"),
-        (["seed=0,0"], "names 0 twice"),
-        (["seed=0"], "nothing varies"),
+        (["seed=0,0"], "seed=0 is given twice; give each value once"),
+        (["seed=0"], "nothing varies: give a key several values, such as optim.lr=1e-4,5e-5 or"),
+        (["seed=0-2"], "seed=0-2 is not a number; write seed=0..2 or seed=0,1,2"),
+        (["seed=0-40"], "seed=0-40 is not a number; write seed=0..40"),
+        (["optim.lr=1e-5..1e-3"], "optim.lr=1e-5..1e-3: a range is of whole numbers"),
+        (["pair=init", "init=a,b"], "pair=init: name two or more keys, each once"),
+        (["pair=init,data", "init=a,b"], "pair=init,data: data has no values; write data=A,B"),
+        (
+            ["pair=init,mapping", "init=a,b", "mapping=symbols:0..2"],
+            "pair=init,mapping: the keys need equally many values, but they have init 2, mapping 3",
+        ),
+        (
+            ["pair=init,data", "init=a,b,a", "data=c,d,c"],
+            'init="a" with data="c" is given twice',
+        ),
         (["optim.lrr=1,2"], "unknown key optim.lrr; did you mean optim.lr?"),
         (["run=a,b"], "run is set by the sweep"),
         (
@@ -111,6 +127,21 @@ def test_the_file_can_be_kept(tmp_path: Path) -> None:
         made.write(path)
 
 
+def test_the_values_of_a_pair_are_taken_together(tmp_path: Path) -> None:
+    """Each init has its own store and mapping. Only the pairs are combined with the seeds."""
+    paths = ("pair=init,data,mapping", "init=stores/a,b", "data=c,c", "mapping=none,symbols:1")
+    made = read("batch.rows=8", *paths, "seed=0..2")
+    made.write(tmp_path / "mine.toml")
+    study = read_study(tmp_path / "mine.toml", "")
+    assert [study.settings("run", levels) for levels in study.combinations("run")] == [
+        {"batch": {"rows": 8}, "init": init, "data": "{need.c}", "mapping": mapping, "seed": seed}
+        for init, mapping in (("{need.a}", "none"), ("{need.b}", "symbols:1"))
+        for seed in range(3)
+    ]
+    assert list(study.factors("run")) == ["init+data+mapping", "seed"]
+    assert list(study.factors("run")["init+data+mapping"]) == ["a+c+none", "b+c+symbols:1"]
+
+
 def test_a_sweep_runs_and_reports(store: Path, tmp_path: Path, forks: Forks) -> None:
     output, file = tmp_path / "studies", tmp_path / "mine.toml"
     line: list[str | Path] = [
@@ -122,16 +153,18 @@ def test_a_sweep_runs_and_reports(store: Path, tmp_path: Path, forks: Forks) -> 
     line += [f"data={store}", "optim.lr=1e-3,1e-4", "seed=0..2", *TINY, "train.epochs=1"]
     line += [f"out={file}", f"output={output}", "jobs=1"]
     refused(forks.run(*line, "train.epoch=2"), "unknown key train.epoch")
+    refused(forks.run(*line, "init=nowhere", "--dry-run"), "init=nowhere: nowhere does not exist")
     refused(forks.run(*line, "batch.max_tokens=2,64"), "batch.max_tokens=2")
     assert not file.exists()
-    listed = good(forks.run(*line, "--dry-run"))
+    patient = "from xformer.study import timing; timing.LIMIT = 120.0"  # for a busy machine
+    listed = good(forks.run(*line, "--dry-run", before=patient))
     assert file.exists()
     assert not (output / "runs").exists()
     assert len(re.findall(r"to do +[1-9]\d* s  run optim.lr", listed.out)) == 6
     assert "?" not in listed.out
     assert re.search(r"6 jobs, 6 to do, about [\d.]+ (s|min) of work", listed.out)
     assert "measured on this machine" in listed.out
-    done = good(forks.run(*line))
+    done = good(forks.run(*line, before=patient))
     assert "Best on valid: optim.lr=" in done.out
     report = (output / "mine/report.md").read_text()
     assert len(re.findall(r"\| optim\.lr=0\.\d+ \|.*\(3\) \|", report)) == 2
@@ -168,8 +201,20 @@ def test_the_best_settings_come_first(store: Path, tmp_path: Path) -> None:
     assert text.index("| optim.lr=0.0001 |") < text.index("| optim.lr=0.001 |")
 
 
+def test_a_sweep_of_seeds_reports_all_runs(store: Path, tmp_path: Path) -> None:
+    plan = plan_of(read(f"data={store}", "seed=0..1", *TINY).text(tmp_path), tmp_path)
+    for run in plan.runs("run"):
+        run.path.mkdir(parents=True)
+        metrics = {"valid": {"accuracy": 0.5 + 0.1 * int(run.levels["seed"])}}
+        run.proof.write_text(json.dumps({"metrics": metrics, "seconds": 1.0}))
+    text = render(build_report(Results(plan), {}, tmp_path / "studies/x"), "md")
+    assert "Best on valid: all runs (valid 55.0 (50.0, 60.0))" in text
+    assert "| all runs | 55.0 (50.0, 60.0) |" in text
+
+
 def test_the_cost_is_timed(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run of a kind is timed, and its speed is kept; without a store there is a reason."""
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     plan, started = a_plan(store, tmp_path), list[Job]()
     costs, todo = Costs(Forecast(plan)), to_do(plan.jobs.values(), plan.wanted)
     assert "untimed: no run like it has been timed" in cost_lines(costs, todo, 2)[-1]
@@ -210,6 +255,11 @@ def test_the_cost_is_timed(store: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert (
         f"about {duration(6 * (costs.seconds(job) or 0))} of work" in cost_lines(costs, todo, 1)[0]
     )
+    assert len(cost_lines(costs, todo, 1)) == 2
+    monkeypatch.setattr("os.getloadavg", lambda: (3.94, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert cost_lines(costs, todo, 1)[2] == "other work is running: load 3.9 on 2 cores"
+    monkeypatch.setattr("os.getloadavg", lambda: (2.0, 0.0, 0.0))
 
     gone = plan_of(read("data=nowhere", "seed=0..1").text(tmp_path), tmp_path)
     lines = cost_lines(Costs(Forecast(gone)), to_do(gone.jobs.values(), gone.wanted), 1)

@@ -34,12 +34,15 @@ from toys import Toys
 from xformer import checkpoint as checkpoints
 from xformer.config import all_keys, load
 from xformer.data.batch import Batch, Workload
+from xformer.data.errors import BadInput
 from xformer.data.files import read_json
-from xformer.monitor import curves
+from xformer.monitor import Monitor, curves
 from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import ALONE, Ranks
-from xformer.prepare import prepare
+from xformer.prepare import planned_steps, prepare
 from xformer.recipe import Recipe
+from xformer.run import _refuse_other_settings
+from xformer.trajectory import Timeline
 
 SHORT = [
     "train.steps=15",
@@ -216,10 +219,13 @@ from xformer.tasks.task import Head, Predictions
 accuracies = {2: 0.5, 4: 0.4, 6: 0.6, 8: 0.5, 10: 0.6, 12: 0.5}
 original = train.run_validation
 def validate(session, model):
-    scores = {"loss": 1.0, "accuracy": accuracies[session.state.step], "perplexity": 1.0}
-    kept = Predictions(MLM(Head("mlm")), "valid", {})
-    train.score = lambda *_: Scores(scores, np.zeros((0, 5)), kept)
-    return original(session, model)
+    def scores_of(step):
+        scores = {"loss": 1.0, "accuracy": accuracies[step], "perplexity": 1.0}
+        return Scores(scores, np.zeros((0, 5)), Predictions(MLM(Head("mlm")), "valid", {}))
+    train.score = lambda *_: scores_of(session.state.step)
+    better = original(session, model)
+    train.score = lambda *_: scores_of(session.state.best_step)  # for the end of the run
+    return better
 train.run_validation = validate
 """
     patient = [
@@ -246,6 +252,56 @@ train.run_validation = validate
     assert result(runs[1])["selected"] == "checkpoints/step_6"
     kept = {p.name for p in (runs[1] / "checkpoints").iterdir()}
     assert kept == {"step_6", "step_10", "step_12"}  # the best, and the newest two
+
+
+def test_valid_is_scored_once(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """The end of a run takes the scores of its validation. A run that was stopped after the
+    validation of the selected checkpoint scores it again, with the same result."""
+    spy = """
+from xformer import train
+original = train.score_split
+train.score_split = lambda *words: (print("scored", words[2]), original(*words))[1]
+"""
+    settings = [*SHORT, "train.steps=14", "train.select=best"]
+    # the best checkpoint is the first, because the rate is then negligible
+    settings += ["optim.lr=1e-30", "optim.clip=0"]
+    runs = [tmp_path / "straight", tmp_path / "stopped"]
+    done = good(forks.run(*training(SMOKE, data.text, runs[0], *settings), before=spy))
+    assert done.out.split("\n")[:-1] == [*["scored valid"] * 3, "scored test"]
+    assert result(runs[0])["selected"] == "checkpoints/step_6"
+    line = training(SMOKE, data.text, runs[1], *settings)
+    killer = AT_STEP.format(step=13, signal="SIGKILL", ranks="0")
+    assert forks.run(*line, before=killer).status == -signal.SIGKILL
+    done = good(forks.run(*line, before=spy))
+    assert done.out.split("\n")[:-1] == ["scored valid"] * 2 + ["scored test"]
+    same(*runs)
+    last = training(SMOKE, data.text, tmp_path / "last", *SHORT, "train.select=last")
+    assert good(forks.run(*last, before=spy)).out.count("scored valid") == 3
+
+
+def test_a_second_interrupt_stops_at_once(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """The first one announces a checkpoint. After the second, the run continues from an older
+    one."""
+    run, straight = tmp_path / "run", tmp_path / "straight"
+    line = training(SMOKE, data.text, run, *SHORT)
+    told = "stopping: finishing at most two steps, then saving; press Ctrl-C again to stop at once"
+    once = AT_STEP.format(step=5, signal="SIGINT", ranks="0")
+    stopped = forks.run(*line, before=once)
+    assert stopped.status == 128 + signal.SIGINT
+    assert stopped.err.count(told) == 1
+    assert stopped.err.splitlines()[-1].startswith("stopped at step 6; the same command continues")
+    twice = AT_STEP.format(step=7, signal="SIGINT); os.kill(os.getpid(), signal.SIGINT", ranks="0")
+    stopped = forks.run(*line, before=twice)
+    assert stopped.status == 128 + signal.SIGINT
+    assert stopped.err.count(told) == 1
+    ending = f"stopped after step 7; the same command continues {run} from its newest checkpoint"
+    assert stopped.err.splitlines()[-1] == ending
+    assert log(run)[-1]["event"] == "stopped"
+    newest = {int(path.name.removeprefix("step_")) for path in (run / "checkpoints").iterdir()}
+    assert max(newest) == 6
+    good(forks.run(*line))
+    good(forks.run(*training(SMOKE, data.text, straight, *SHORT)))
+    same(run, straight)
 
 
 def test_every_forward_pass_has_its_own_dropout(forks: Forks, data: Toys, tmp_path: Path) -> None:
@@ -413,6 +469,11 @@ def test_raised_steps_continue_and_other_settings_are_refused(
     assert done.err == f"{run} is finished: see {run / 'result.json'}\n"
     refused(forks.run(*line, "optim.lr=0.5"), "optim.lr=0.001 is now 0.5", "overwrite=true")
     refused(forks.run(*line, "train.steps=14"), "train.steps=15 is now 14")
+    counts = "train.steps=15 is now 0, which counts train.epochs; give another run="
+    refused(forks.run(*line, "train.steps=0"), counts)
+    earlier, now = ({"identity": {"train": {"steps": steps}}} for steps in (0, 6))
+    with pytest.raises(BadInput, match=r"it counted train\.epochs, and now train\.steps=6;"):
+        _refuse_other_settings(run, earlier, now)
     refused(forks.run(*line, "seed=1", "model.dropout=0"), "seed=0", "model.dropout=0.1")
     refused(forks.run(*line, f"data={data.classes}"), "data=")
     assert good(forks.run(*line, "system.precision=bf16", "train.log_every=4")).out == ""
@@ -738,7 +799,9 @@ def test_tensorboard_and_log(learned: dict[str, Path]) -> None:
         float(np.float32(log(run)[1][name])) for name in ("loss", "lr")
     ]
     [[text]], start = start_texts(run).values(), log(run)[0]
-    assert text.startswith(f"parameters {start['parameters']:,}, rows {start['rows']:,}, tokens ")
+    assert text.startswith(
+        f"steps 250, parameters {start['parameters']:,}, rows {start['rows']:,}, tokens "
+    )
     for line in ('head = "mlm"', "train.steps = 250", f'torch = "{torch.__version__}"'):
         assert f"\n{line}\n" in text
     for record in log(run):
@@ -772,20 +835,57 @@ def test_help_explains_every_key() -> None:
 
 def test_a_start_says_what_it_starts_from(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """A run says how many tokens it trains on, and that its encoder is not pre-trained."""
-    fresh = "no init= is given: the encoder starts from fresh weights"
+    fresh = "no init= is given: all "
     steps = ["train.steps=1", "train.select=last"]
     half = training(CLASSIFY, data.pairs, tmp_path / "half", *steps, "fraction=0.5")
     done = good(forks.run(*half))
-    assert fresh in done.out + done.err
+    (note,) = [line for line in done.err.splitlines() if line.startswith(fresh)]
+    advice = "init=CHECKPOINT, such as init=micro/english, starts from a trained encoder"
+    weights = sum(
+        weight.numel() for weight in prepare(load(Recipe, half[1:]), ALONE).start.weights.values()
+    )
+    assert note == f"{fresh}{weights:,} weights are random; {advice}"
     job = prepare(load(Recipe, half[1:]), ALONE)
     rows = set(job.samples.at(np.arange(job.samples.per_epoch))[0].tolist())
     columns = job.train.split.columns
     tokens = sum(len(columns[name][row]) for name in ("tokens", "tokens_b") for row in rows)
     start = log(tmp_path / "half")[0]
-    assert (start["rows"], start["tokens"]) == (len(rows), tokens)
+    assert (start["rows"], start["tokens"], start["steps"]) == (len(rows), tokens, 1)
     assert tokens < job.train.split.tokens
     done = good(forks.run(*training(SMOKE, data.text, tmp_path / "text", *steps)))
     assert fresh not in done.out + done.err
+
+
+def test_the_steps_of_a_run_are_known_before_it_starts(data: Toys, tmp_path: Path) -> None:
+    for settings, error in (
+        (["train.steps=9"], 0.0),
+        (["batch.rows=7", "train.epochs=2.5"], 0.0),
+        (["batch.tokens=100", "train.epochs=2"], 0.1),
+    ):
+        line = training(SMOKE, data.text, tmp_path / "run", "train.steps=0", *settings)
+        job = prepare(load(Recipe, line[1:]), ALONE)
+        timeline = Timeline(job.feed().stream, job.recipe.train.steps, 2, 0, None, "")
+        assert planned_steps(job) == pytest.approx(timeline.length(), rel=error, abs=0)
+
+
+def test_a_slow_run_prints_lines_before_the_first_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("xformer.data.display.time.monotonic", lambda: now)
+    numbers = {"loss": 1.0, "lr": 0.1, "real_tokens_per_second": 5.0}
+    with Monitor(tmp_path, True, -1, 0, 80, "step") as monitor:
+        for step in range(1, 9):
+            now += 6
+            monitor.advance(step)
+            if step == 5:
+                monitor.event("train", step, **numbers)
+    assert capsys.readouterr().err.splitlines() == [
+        "training: 2%, 2 of 80 steps, 7.8 min left",
+        "training: 5%, 4 of 80 steps, 7.6 min left",
+        "train      step      5  loss 1  lr 0.1  tokens/s 5  6%, 5 of 80 steps, 7.5 min left",
+    ]
+    assert [record["event"] for record in log(tmp_path)] == ["train"]
 
 
 def test_overwrite_spares_what_is_no_run(

@@ -15,9 +15,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from xformer.config import WIDTH, find_recipe, nearest, recipes
-from xformer.data.display import put, say
-from xformer.data.errors import BadInput
+from xformer.config import find_recipe, nearest, recipes
+from xformer.data.display import columns, put, say
+from xformer.data.errors import BadInput, typed
 from xformer.start import run
 
 TRAIN = r"""Pre-train or fine-tune a model, as a recipe says.
@@ -70,6 +70,16 @@ other recipes by relative paths; `show` replaces the paths by names, so that a c
 """
 
 
+# commands of a sub-command -> the sub-command, for users who leave it out
+BELOW = {
+    **dict.fromkeys(("sweep", "verify", "reproduce"), "study"),
+    **dict.fromkeys(("from-hf", "to-hf", "inspect"), "convert"),
+    **dict.fromkeys(("fetch", "stats", "task", "text", "tokenizer"), "preprocess"),
+    "rows": "runs",
+    "show": "recipes",
+}
+
+
 class Command(NamedTuple):
     """A sub-command: a sentence about it, and its main function, which imports the modules that it
     needs."""
@@ -93,6 +103,7 @@ def _dispatch() -> None:
         return
     if name not in COMMANDS:
         near = nearest(name, list(COMMANDS)) or f"; there are {', '.join(COMMANDS)}"
+        near = f"; write xformer {BELOW[name]} {name}" if name in BELOW else near
         raise BadInput(f"xformer has no command {name!r}{near}")
     sys.argv = [f"xformer {name}", *rest]  # `typed` reads this, and config.json records it
     COMMANDS[name].main()
@@ -173,23 +184,25 @@ def _recipes() -> None:
 
 
 def _line(name: str, path: Path) -> str:
-    """A line with a recipe's name and the beginning of its first comment."""
+    """A line with a recipe's name and its first comment. A terminal shows only its beginning."""
     comment = re.match(r"(?:#.*\n)*", path.read_text(encoding="utf-8"))
     words = comment[0].replace("#", " ") if comment else ""
-    short = textwrap.shorten(words, WIDTH - 36, placeholder=" ...", break_on_hyphens=False)
+    width = max(columns() - 36, 20)
+    short = textwrap.shorten(typed(words), width, placeholder=" ...", break_on_hyphens=False)
     return f"{name:<36}{short}"
 
 
 def portable(path: Path) -> str:
-    """The text of a recipe that comes with the package, with relative paths to other recipes
-    replaced by their names."""
+    """The text of a recipe that comes with the package, for a user of the command `xformer`. Names
+    replace the relative paths of other recipes, and comments spell commands as that user does."""
     names = {file.resolve(): name for name, file in recipes().items()}
 
     def by_name(match: re.Match[str]) -> str:
         return f'{match[1]}"{names[find_recipe(match[2], path.parent).resolve()]}"'
 
     references = r'^((?:base|recipe) *= *)"(.*?)"'
-    return re.sub(references, by_name, path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    text = re.sub(references, by_name, path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return re.sub(r"^#.*", lambda comment: typed(comment[0]), text, flags=re.MULTILINE)
 
 
 COMMANDS = {

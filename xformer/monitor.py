@@ -60,7 +60,8 @@ class Monitor:
         if self.board.empty:
             for record in records(run):
                 self._on_board(partial(self._draw, record))
-        self.progress = Progress("training", total, f"{unit}s", done, lines=False, stay=True)
+        # until the first line of the log, a slow run prints its own lines of progress
+        self.progress = Progress("training", total, f"{unit}s", done, stay=True)
 
     def __enter__(self) -> Monitor:
         return self
@@ -116,6 +117,7 @@ class Monitor:
             for name, value in values.items()
             if isinstance(value, int | float)
         }
+        self.progress.lines = self.progress.lines and event != "train"
         if event == "train" and self.progress.bar is not None:
             self.progress.advance(0, **{name: short[name] for name in ("loss", "tokens/s", "lr")})
         elif short:

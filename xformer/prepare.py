@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -151,7 +152,7 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
         identity = np.arange(store.vocab_size)
         source, array = store.tokenizer(), identity if array is None else array
         start = replace(start, source=source, mapping=array)
-    notes = replaced + _notes(recipe, store, task, fresh, dropped)
+    notes = replaced + _notes(recipe, store, task, fresh, dropped, start)
     notes += describe_frozen(start, chosen(start, recipe.train.only), fresh)
     metric = _metric(recipe, task, store)
     setup = Setup(recipe, ranks, store, start, train_assembler, samples, metric, notes, precision)
@@ -252,7 +253,12 @@ def _head(recipe: Recipe, store: Store, samples: Samples) -> Head:
 
 
 def _notes(
-    recipe: Recipe, store: Store, task: Task, fresh: list[str], dropped: list[str]
+    recipe: Recipe,
+    store: Store,
+    task: Task,
+    fresh: list[str],
+    dropped: list[str],
+    start: Checkpoint,
 ) -> list[str]:
     """Lines about operations on the weights, labels that are not used, weights that are new or
     dropped, and class weights."""
@@ -262,7 +268,11 @@ def _notes(
         texts = "its pairs of texts" if paired else "its texts"
         notes.append(f"{store.name} has labels, which head=mlm does not use: it reads {texts} only")
     if recipe.init is None and not task.predicts_masked:
-        notes.append("no init= is given: the encoder starts from fresh weights")
+        size = sum(weight.numel() for weight in start.weights.values())
+        line = f"no init= is given: all {size:,} weights are random"
+        if recipe.model.architecture == "transformer":
+            line += "; init=CHECKPOINT, such as init=micro/english, starts from a trained encoder"
+        notes.append(line)
     if recipe.init is not None and fresh:
         parts = _parts(fresh)
         why = ""
@@ -431,16 +441,28 @@ def training_tokens(setup: Setup) -> int:
 
 def warmup_share(setup: Setup, length: int) -> float:
     """`optim.warmup` as a share of a run of this length (see `Setup.length`)."""
-    warmup, batch = setup.recipe.optim.warmup, setup.recipe.batch
+    warmup = setup.recipe.optim.warmup
     if warmup < 1:
         return warmup
     if setup.recipe.train.steps:
         return warmup / length
-    rows: float = batch.rows
-    if batch.tokens:
-        some = np.arange(min(setup.samples.rows, 10_000))
-        rows = batch.tokens / float(setup.train.sizes(some).mean())
-    return warmup * rows / length
+    return warmup * _rows_per_step(setup) / length
+
+
+def planned_steps(setup: Setup) -> int:
+    """The number of steps of a run, if no patience ends it. It is estimated if the recipe counts
+    epochs and `batch.tokens`, because the lengths of the rows then decide."""
+    settings = setup.recipe.train
+    return settings.steps or math.ceil(setup.length(0, settings.epochs) / _rows_per_step(setup))
+
+
+def _rows_per_step(setup: Setup) -> float:
+    """The number of rows per step; with `batch.tokens` an estimate from the first rows."""
+    batch = setup.recipe.batch
+    if not batch.tokens:
+        return batch.rows
+    some = np.arange(min(setup.samples.rows, 10_000))
+    return batch.tokens / float(setup.train.sizes(some).mean())
 
 
 def identity_of(setup: Setup) -> dict[str, Any]:

@@ -321,7 +321,7 @@ def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any])
     differences = _differences(completed(old.get("identity", {})), new["identity"])
     changed = {name: pair for name, pair in differences.items() if name not in FREE}
     refused = [
-        f"{name}={_show(before)} is now {_show(now)}"
+        _change(name, before, now)
         for name, (before, now) in changed.items()
         if not _longer(name, before, now)
     ]
@@ -342,8 +342,12 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
     return {"loss": LossConfig().model_dump(mode="json"), **config}
 
 
-def _show(value: Any) -> str:
-    return str(value)[:80]
+def _change(name: str, before: Any, now: Any) -> str:
+    """A clause about a setting that has changed."""
+    if name == "train.steps" and not before:
+        return f"it counted train.epochs, and now train.steps={now}"
+    counts = ", which counts train.epochs" if name == "train.steps" and not now else ""
+    return f"{name}={str(before)[:80]} is now {str(now)[:80]}{counts}"
 
 
 def _longer(name: str, old: Any, new: Any) -> bool:

@@ -7,15 +7,15 @@
 
 The table has a line for each run: its state, its step, the settings in which the runs differ, the
 scores of each split, and the speed in tokens per second. If the terminal is too narrow, the least
-important columns are left out, and a line names them. The scores of a finished run are those of its
-selected checkpoint. Other runs show the scores of their last validation.
+important columns are left out, and a line names them. In a pipe or a file nothing is left out or
+shortened. The scores of a finished run are those of its selected checkpoint. Other runs show the
+scores of their last validation.
 
 The state is running (a process on this machine works on the run), finished, stopped (by a signal,
 after a checkpoint), failed, or "killed?". The last means that no process on this machine works on
 the run, and that its log does not say how it ended: it was killed, or it runs on another machine.
 
-`rows` prints a line for each row that the run read in a step: its rank, micro-batch and number in
-the store, what the model read, and the masked tokens or the labels, as POSITION:TOKEN.
+`rows` prints the rows that the run read in a step; `rows --help` says more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import csv
 import io
 import os
 import re
-import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -38,7 +37,6 @@ from pathlib import Path
 from typing import Any
 
 from xformer.config import (
-    WIDTH,
     Settings,
     flat,
     help_text,
@@ -46,7 +44,7 @@ from xformer.config import (
     show,
     validate,
 )
-from xformer.data.display import one_line, say
+from xformer.data.display import UNLIMITED, columns, one_line, say
 from xformer.data.errors import BadInput
 from xformer.data.files import read_run_json, write_text
 from xformer.model.config import ModelConfig
@@ -58,7 +56,17 @@ from xformer.run import FREE, in_use, is_finished, read_config
 from xformer.tasks.known import TASKS
 from xformer.tasks.task import Head
 
-CELL = 32  # widest cell of a table, in characters
+ROWS = """Print the rows that a run read in a training step.
+
+    python -m xformer.runs rows runs/english step=1234
+    python -m xformer.runs rows runs/english step=1234 > rows.tsv
+
+There is a line for each row: its rank, micro-batch and number in the store, what the model read,
+and the masked tokens or the labels, as POSITION:TOKEN. The rows are computed again from the recipe,
+so the run's store and its initial checkpoint must still be there.
+"""
+CELL = 32  # widest cell of a table on a terminal, in characters
+FIRST = 3  # this many of the settings in which runs differ come before the scores
 
 
 class ListConfig(Settings):
@@ -74,10 +82,12 @@ def main() -> None:
     arguments = sys.argv[2:] if rows else sys.argv[1:]
     schema = RowsConfig if rows else ListConfig
     if not arguments or any(argument in ("-h", "--help") for argument in arguments):
-        say(*help_text(schema).split("\n"))
+        say(*help_text(schema, ROWS if rows else None).split("\n"))
         return
     if "=" in arguments[0]:
         raise BadInput(f"the first argument must be a directory of runs, not {arguments[0]!r}")
+    if rows and (numbers := [argument for argument in arguments[1:] if argument.isdecimal()]):
+        raise BadInput(f"{numbers[0]!r} is not of the form key=value; write step={numbers[0]}")
     config = validate(schema, parse_overrides(schema, arguments[1:]))
     if isinstance(config, RowsConfig):
         print_rows(Path(arguments[0]), config)
@@ -142,7 +152,7 @@ def print_runs(directory: Path, file: str | None) -> None:
         raise BadInput(f"there are no runs below {directory}")
     runs = differing(sorted(runs, key=lambda run: _natural(run.job or run.run)))
     if runs:
-        say(*table(runs, shutil.get_terminal_size((WIDTH, 0)).columns))
+        say(*table(runs, columns()))
     say(*(one_line(f"{run.run} failed: {run.why}") for run in runs if run.why))
     say(*map(one_line, skipped), error=True)
     if file is not None:
@@ -238,21 +248,25 @@ def differing(runs: list[RunSummary]) -> list[RunSummary]:
 
 def table(runs: list[RunSummary], width: int) -> list[str]:
     """The lines of the table, at most `width` characters wide. Further lines name the columns that
-    do not fit."""
+    do not fit. Settings come before scores, because they say which run is which. But runs of
+    different kinds differ in many settings, so scores come before all but the FIRST."""
     cells = [run.cells() for run in runs]
-    settings = dict.fromkeys(name for run in runs for name in run.settings)
+    settings = list(dict.fromkeys(name for run in runs for name in run.settings))
+    free = [name for name in settings if name in FREE or name.startswith("system.")]
+    first = [name for name in settings if name not in free][:FIRST]
     main = {name for run in runs for name in run.main}
     scores = sorted(dict.fromkeys(n for r in runs for n in r.scores), key=lambda n: n not in main)
 
     def importance(name: str) -> int:
         if name in settings:
-            return 6 if name in FREE or name.startswith("system.") else 3
-        known = {"run": 0, "state": 0, "step": 0, "job": 2, "tokens/s": 4}
-        return known.get(name, 1 if name in main else 5)
+            return 1 if name in first else 7 if name in free else 4
+        known = {"run": 0, "state": 0, "step": 0, "job": 3, "tokens/s": 5}
+        return known.get(name, 2 if name in main else 6)
 
     blocks: dict[str, list[str]] = {}  # a column as lines of equal width, its name on the first two
     for name in ("run", "job", "state", "step", *settings, *scores, "tokens/s"):
-        column = _shortened([row.get(name, "") for row in cells])
+        column = [row.get(name, "") for row in cells]
+        column = column if width == UNLIMITED else _shortened(column)
         if any(column):
             above, below = re.fullmatch(r"(.*[ .])?(.*)", name).groups("")  # type: ignore[union-attr]
             lines = [above.strip(), below, *column]

@@ -20,15 +20,16 @@ from torch import Tensor
 from xformer import checkpoint as checkpoints
 from xformer import cost, provenance
 from xformer.data.batch import Workload
+from xformer.data.display import say_at_once
 from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.files import sync
 from xformer.monitor import Monitor, peak_memory
 from xformer.optim import learning_rate
 from xformer.parallel.feed import Step
-from xformer.prepare import Setup, training_tokens, warmup_share
+from xformer.prepare import Setup, planned_steps, training_tokens, warmup_share
 from xformer.profile import Profiler
 from xformer.run import SINCE_LOG, Run, State
-from xformer.scoring import longest_remedy
+from xformer.scoring import Scores, longest_remedy
 from xformer.snapshot import Snapshot
 from xformer.tasks.task import Model
 from xformer.writer import BackgroundWriter
@@ -70,12 +71,14 @@ class Session:
         settings = setup.recipe.train
         self.warmup = warmup_share(setup, setup.length(settings.steps, settings.epochs))
         self.stepped = threading.Event()  # the first step is done, and the store's check may begin
+        # scores on 'valid' by step: of the step that would be selected now, if it was validated
+        self.validated: dict[int, Scores] = {}
 
     def __enter__(self) -> Session:
         setup, monitor = self.setup, self.monitor
         tracing = setup.recipe.system.profile and setup.ranks.rank == 0
         with ExitStack() as stack:
-            self.signals = stack.enter_context(_signals())
+            self.signals = stack.enter_context(_signals(monitor.active))
             self.writer = stack.enter_context(BackgroundWriter(monitor.say))
             self.damage = stack.enter_context(_store_checked(setup, self.stepped))
             profiler = Profiler(self.run.path, tracing, setup.ranks.device, monitor.say)
@@ -92,7 +95,12 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool | None:
-        return self.stack.__exit__(kind, error, trace)
+        ended = self.stack.__exit__(kind, error, trace)
+        if kind is KeyboardInterrupt:
+            step, run = self.state.step, self.run.path
+            line = f"stopped after step {step}; the same command continues {run} from its newest"
+            raise Interrupted(signal.SIGINT, f"{line} checkpoint") from None
+        return ended
 
     @property
     def done(self) -> bool:
@@ -255,7 +263,7 @@ def sync_log(run: Run) -> None:
 
 
 def announce(setup: Setup, model: Model, monitor: Monitor) -> None:
-    """Print what a new run trains, and log the numbers of parameters, rows and tokens."""
+    """Print what a new run trains, and log the numbers of steps, parameters, rows and tokens."""
     for note in (*setup.notes, *setup.recipe.optim.notes()):
         monitor.say(note)
     limit, most = setup.recipe.batch.max_tokens, setup.start.config.max_positions
@@ -266,6 +274,7 @@ def announce(setup: Setup, model: Model, monitor: Monitor) -> None:
     monitor.event(
         "start",
         0,
+        steps=planned_steps(setup),
         parameters=parameters,
         rows=setup.samples.per_epoch,
         tokens=training_tokens(setup),
@@ -377,12 +386,23 @@ def _store_checked(setup: Setup, begin: threading.Event) -> Iterator[list[str]]:
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def _signals(active: bool) -> Iterator[list[int]]:
     """A list to which SIGTERM and Ctrl-C append their numbers, so that the loop can stop between
-    two steps."""
+    two steps. If `active`, the first Ctrl-C prints a line. The second raises KeyboardInterrupt. It
+    cannot damage a checkpoint, because each gets its name only when it is complete."""
     received: list[int] = []
+
+    def receive(number: int, _: object) -> None:
+        if number == signal.SIGINT:
+            if number in received:
+                raise KeyboardInterrupt
+            if active:
+                again = "press Ctrl-C again to stop at once, without saving"
+                say_at_once(f"stopping: finishing at most two steps, then saving; {again}")
+        received.append(number)
+
     numbers = (signal.SIGTERM, signal.SIGINT)
-    old = [signal.signal(n, lambda number, _: received.append(number)) for n in numbers]
+    old = [signal.signal(n, receive) for n in numbers]
     try:
         yield received
     finally:

@@ -119,7 +119,7 @@ def train(
         if setup.done(state):
             if note := setup.trajectory.missing(run.path, state.step):
                 monitor.say(note)
-            _finish(setup, run, model, state, monitor)
+            _finish(setup, run, model, state, monitor, session.validated)
 
 
 def _model_and_optimizer(setup: Setup, newest: str | None) -> tuple[Model, torch.optim.Optimizer]:
@@ -213,7 +213,8 @@ def run_validation(session: Session, model: Model) -> bool:
             if not session.writer.failing:  # else the writer has reported it already
                 session.monitor.say(f"{best} is missing: this validation counts as the best so far")
             state.best_step, state.best_scores = 0, {}
-        scores = score_split(setup, model, "valid").metrics
+        validated = score_split(setup, model, "valid")
+        scores = validated.metrics
         sign = setup.task.metrics[setup.metric]
         before = state.best_scores.get(setup.metric, -math.inf * sign)
         better = sign * scores[setup.metric] > sign * before
@@ -222,6 +223,8 @@ def run_validation(session: Session, model: Model) -> bool:
             state.best_step, state.best_scores, state.worse = state.step, scores, 0
         else:
             state.worse += 1
+        if better or setup.recipe.train.select == "last":
+            session.validated = {state.step: validated}
         session.monitor.event("validation", state.step, **scores)
         if setup.share(state.step, state.position) < 1 and session.done:
             session.monitor.say(
@@ -239,15 +242,23 @@ def score_split(setup: Setup, model: Model, split: str) -> Scores:
 # --------------------------------------------------------------------------------- the end
 
 
-def _finish(setup: Setup, run: Run, model: Model, state: State, monitor: Monitor) -> None:
+def _finish(
+    setup: Setup,
+    run: Run,
+    model: Model,
+    state: State,
+    monitor: Monitor,
+    validated: dict[int, Scores],
+) -> None:
     """Score the selected checkpoint on every labelled split but 'train', and write its predictions
     and result.json.
 
-    The split 'valid' is scored again: the run may have been stopped after that checkpoint was
-    validated, and validation does not keep the predictions.
+    `validated` has scores on 'valid' by step. It lacks the selected checkpoint if the run was
+    stopped after the validation; then 'valid' is scored again.
     """
     best = setup.recipe.train.select == "best" and state.best_step > 0
-    selected = run.checkpoint_path(state.best_step if best else state.step)
+    step = state.best_step if best else state.step
+    selected = run.checkpoint_path(step)
     if best and state.best_step != state.step:
         monitor.say(
             f"the run selects the checkpoint of step {state.best_step}, the best on valid by "
@@ -257,7 +268,8 @@ def _finish(setup: Setup, run: Run, model: Model, state: State, monitor: Monitor
     metrics = {}
     for split in setup.store.splits:
         if split != "train" and setup.task.has_labels(setup.store.split(split)):
-            scores = score_split(setup, model, split)
+            known = validated.get(step) if split == "valid" else None
+            scores = known or score_split(setup, model, split)
             metrics[split] = scores.metrics
             if setup.ranks.rank == 0:
                 write(run.predictions_path(split), scores.predictions, setup.store.key)

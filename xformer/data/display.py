@@ -6,11 +6,14 @@ the terminal. Messages appear above the progress bar and leave it intact.
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Self, TextIO
 
+UNLIMITED = sys.maxsize  # a width
 EVERY = 10.0  # seconds between two lines of progress in a log
 REDRAW = 0.1  # seconds between two drawings of a bar
 
@@ -39,6 +42,13 @@ def say(*lines: str, error: bool = False) -> None:
             print(escaped(line), file=stream, flush=True)
 
 
+def say_at_once(line: str) -> None:
+    """Print a line on standard error from a signal handler. Printing as usual could fail there,
+    because the signal may have interrupted another line."""
+    with suppress(OSError, ValueError):
+        os.write(sys.stderr.fileno(), f"\n{escaped(line)}\n".encode())
+
+
 def put(text: str) -> None:
     """Write data to standard output. It is escaped only if standard output is a terminal."""
     if sys.stdout.isatty():
@@ -47,6 +57,11 @@ def put(text: str) -> None:
     with _above_bars(sys.stdout):
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def columns() -> int:
+    """The width of the terminal on standard output; UNLIMITED in a pipe or a file."""
+    return shutil.get_terminal_size((UNLIMITED, 0)).columns
 
 
 class Progress:

@@ -115,6 +115,7 @@ def sweep_main(arguments: list[str]) -> None:
         (mine if of_ours or argument in ("-h", "--help") else others).append(argument)
     settings = load(SweepArguments, mine, recipe=False, title=sweep.__doc__)
     study = sweep.read(others)
+    study.check_paths()
     root = _root(settings)
     path = Path(settings.out or root / f"{study.name}.toml")
     new = study.write(path)
@@ -253,6 +254,8 @@ def cost_lines(costs: Costs, todo: dict[str, Job], slots: int) -> list[str]:
     lines = [f"{len(costs.forecast.plan.jobs)} jobs, {len(todo)} to do, {estimate}"]
     if known:
         lines.append("measured on this machine: by finished runs, or by a run's first steps")
+    if todo:
+        lines += timing.other_work()
     for word in filter(untimed.count, UNTIMED):
         lines.append(f"{word}: {UNTIMED[word]} ({many(untimed.count(word), 'job')})")
     return lines

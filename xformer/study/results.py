@@ -324,7 +324,7 @@ class Results:
         scores: dict[str, dict[str, float]] = {}  # by split and key
         for job in self.plan.runs(stage):
             parts = [f"{f}={level}" for f, level in job.levels.items() if f.split(".")[0] != SEED]
-            groups.setdefault(", ".join(parts) or stage, []).append(job)
+            groups.setdefault(", ".join(parts) or "all runs", []).append(job)
             for split, numbers in self.metrics.get(job.key, {}).items():
                 if metric in numbers:
                     scores.setdefault(split, {})[job.key] = scale * numbers[metric]

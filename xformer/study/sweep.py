@@ -6,10 +6,13 @@
         init=runs/english,runs/brackets train.epochs=3,5 seed=0..2 out=starts.toml --dry-run
 
 The first argument is a recipe. Each of its keys can have several values: A,B,C or A..B, the whole
-numbers from A to B. A list in brackets is one value: data='["stores/a", "stores/b"]' trains on two
-stores. The command writes a study file, says how long the runs will take, runs them, and reports
-which settings have the best mean score on validation. With --dry-run it stops before it runs them.
-The same line again continues a stopped sweep. You can also edit the file, and run it with
+numbers from A to B. symbols:0..2 stands for symbols:0,symbols:1,symbols:2. A list in brackets is
+one value: data='["stores/a", "stores/b"]' trains on two stores. Every combination of values is a
+run, but pair=init,data takes the first value of both keys together, then the second, and so on.
+
+The command writes a study file, says how long the runs will take, runs them, and reports which
+settings have the best mean score on validation. With --dry-run it stops before it runs them. The
+same line again continues a stopped sweep. You can also edit the file, and run it with
 python -m xformer.study FILE.
 
 The keys below say how the runs are executed. All other keys are those of the recipe.
@@ -21,14 +24,16 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from xformer.config import PATHS as PATH_TYPES
 from xformer.config import (
+    TEXT,
     all_keys,
     each,
     find_recipe,
@@ -42,10 +47,11 @@ from xformer.config import (
 )
 from xformer.data.display import escaped
 from xformer.data.errors import BadInput, typed
-from xformer.data.files import make_directory, write_text
+from xformer.data.files import installed, make_directory, write_text
 from xformer.recipe import Recipe
 
-RANGE = re.compile(r"(\d+)\.\.(\d+)")
+RANGE = re.compile(r"(\w+:)?(\d+)\.\.(\d+)")  # 0..4, or symbols:0..4
+DASHED = re.compile(r"(\d+)-(\d+)")  # how other programs write 0..4
 PATHS = ("data", "init")  # keys whose values are paths; each path becomes a need of the study
 OURS = ("run", "overwrite")  # keys that the study sets
 MOST = 10_000  # the largest number of runs in a sweep
@@ -55,12 +61,20 @@ STAGE = "run"
 @dataclass(frozen=True)
 class Sweep:
     """What a study file is made from: its name, the command line that asks for it, the recipe, and
-    the values of each key."""
+    the values of each key. The keys of `pairs` take their values together."""
 
     name: str
     line: str
     recipe: str
     values: dict[str, list[Any]]  # by key of the recipe
+    pairs: tuple[tuple[str, ...], ...] = ()
+
+    def check_paths(self) -> None:
+        """Raise BadInput naming the first path that does not exist."""
+        for key in (key for key in PATHS if key in self.values):
+            for path in (path for value in self.values[key] for path in each(value)):
+                if not installed(path).exists():
+                    raise BadInput(f"{key}={path}: {path} does not exist")
 
     def write(self, path: Path) -> bool:
         """Write the file, unless it exists already. Returns whether it was written. Raises BadInput
@@ -85,18 +99,18 @@ class Sweep:
         """The text of the file. Paths in it are relative to `folder`, the folder of the file."""
         needs = _Needs()
         settings, vary = [], []
-        for key, values in self.values.items():
-            filled = [needs.filled(value) if key in PATHS else value for value in values]
-            if len(values) == 1:
-                settings.append(f"settings.{key} = {show(filled[0])}")
-            elif filled == values:
-                vary.append(f"vary.{quoted(key)} = {show(values)}")
+        for keys in factors(self.values, self.pairs):
+            rows = rows_of(self.values, keys)
+            if len(rows) == 1:
+                settings += [f"settings.{k} = {show(needs.filled(k, rows[0][k]))}" for k in keys]
+            elif len(keys) == 1 and keys[0] not in PATHS:
+                vary.append(f"vary.{quoted(keys[0])} = {show(self.values[keys[0]])}")
             else:
-                levels = needs.levels(values)
-                vary += [
-                    f"vary.{quoted(key)}.{quoted(level)} = {show({key: value})}"
-                    for level, value in zip(levels, filled, strict=True)
-                ]
+                factor = quoted("+".join(keys))
+                for row in rows:
+                    filled = {key: needs.filled(key, value) for key, value in row.items()}
+                    level = quoted("+".join(needs.level(key, value) for key, value in row.items()))
+                    vary.append(f"vary.{factor}.{level} = {show(filled)}")
         varied = ", ".join(key for key, values in self.values.items() if len(values) > 1)
         lines = [f"# {escaped(self.line)}", f"title = {show(f'{self.recipe}: {varied}')}", ""]
         for path, name in needs.names.items():
@@ -118,10 +132,12 @@ class _Needs:
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
 
-    def filled(self, value: Any) -> Any:
-        """A path, or a list of paths, as {need.NAME}."""
+    def filled(self, key: str, value: Any) -> Any:
+        """A value of a key. Paths, and lists of paths, become {need.NAME}."""
+        if key not in PATHS:
+            return value
         if isinstance(value, list | tuple):
-            return [self.filled(path) for path in value]
+            return [self.filled(key, path) for path in value]
         if value not in self.names:
             plain = re.sub(r"[^\w-]", "-", Path(value).name) or "path"
             known = self.names.values()
@@ -129,9 +145,11 @@ class _Needs:
             self.names[value] = next(n for n in (plain, *other) if n not in known)
         return f"{{need.{self.names[value]}}}"
 
-    def levels(self, values: Sequence[Any]) -> list[str]:
-        """A name for each of some values, which are paths or lists of paths."""
-        return ["+".join(self.names[path] for path in each(value)) for value in values]
+    def level(self, key: str, value: Any) -> str:
+        """The name of a value as the level of a factor."""
+        if key in PATHS:
+            return "+".join(self.names[path] for path in each(value))
+        return value if isinstance(value, str) else show(value)
 
 
 def read(arguments: list[str]) -> Sweep:
@@ -144,18 +162,58 @@ def read(arguments: list[str]) -> Sweep:
     if "scales" in read_recipe(find_recipe(texts[0])):
         raise BadInput(f"{texts[0]} is a study; a sweep needs a recipe, such as finetune/classify")
     values: dict[str, list[Any]] = {}
+    pairs: list[tuple[str, ...]] = []
     for argument in arguments:
         key, equals, text = argument.partition("=")
-        if equals:
+        if key == "pair":
+            pairs.append(tuple(text.split(",")))
+        elif equals:
             values |= _values(key, text)
+    _check_pairs(values, pairs)
+    for keys in factors(values, pairs):
+        rows = rows_of(values, keys)
+        if twice := [row for row in rows if rows.count(row) > 1]:
+            named = " with ".join(f"{key}={show(value)}" for key, value in twice[0].items())
+            raise BadInput(f"{named} is given twice; give each value once")
     if not any(len(some) > 1 for some in values.values()):
-        raise BadInput("nothing varies: give a key several values, such as seed=0..4")
-    if (runs := prod(map(len, values.values()))) > MOST:
+        raise BadInput(
+            "nothing varies: give a key several values, such as optim.lr=1e-4,5e-5 or seed=0..4"
+        )
+    if (runs := prod(len(values[keys[0]]) for keys in factors(values, pairs))) > MOST:
         raise BadInput(f"these values make {runs:,} runs, more than {MOST:,}; give fewer values")
     varied = [key.rpartition(".")[2] for key, some in values.items() if len(some) > 1]
     name = "-".join([Path(texts[0]).stem, *varied])
     line = shlex.join([*typed("python -m xformer.study").split(), "sweep", *arguments])
-    return Sweep(name, line, texts[0], values)
+    return Sweep(name, line, texts[0], values, tuple(pairs))
+
+
+def factors(
+    values: Mapping[str, Sequence[Any]], pairs: Sequence[tuple[str, ...]]
+) -> list[tuple[str, ...]]:
+    """The keys that vary together, in the order of `values`: most of them alone."""
+    owner = {key: keys for keys in pairs for key in keys}
+    return list(dict.fromkeys(owner.get(key, (key,)) for key in values))
+
+
+def rows_of(values: Mapping[str, Sequence[Any]], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The values that some keys take together: the first of each, the second of each, and so on."""
+    columns = (values[key] for key in keys)
+    return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _check_pairs(values: Mapping[str, Sequence[Any]], pairs: Sequence[tuple[str, ...]]) -> None:
+    """Raise BadInput unless the keys of each pair are different ones with equally many values."""
+    every = [key for keys in pairs for key in keys]
+    for keys in pairs:
+        given = f"pair={','.join(keys)}"
+        if len(keys) < 2 or any(every.count(key) > 1 for key in keys):
+            raise BadInput(f"{given}: name two or more keys, each once, such as pair=init,data")
+        if missing := [key for key in keys if key not in values]:
+            raise BadInput(f"{given}: {missing[0]} has no values; write {missing[0]}=A,B")
+        numbers = [len(values[key]) for key in keys]
+        if len(set(numbers)) > 1:
+            counts = ", ".join(f"{key} {number}" for key, number in zip(keys, numbers, strict=True))
+            raise BadInput(f"{given}: the keys need equally many values, but they have {counts}")
 
 
 def _values(key: str, text: str) -> dict[str, list[Any]]:
@@ -165,13 +223,26 @@ def _values(key: str, text: str) -> dict[str, list[Any]]:
         raise BadInput(f"{key} is set by the sweep; leave it out")
     if key not in keys:
         raise BadInput(f"unknown key {key}{nearest(key, list(keys))}")
-    parts = [
-        reduce(dict.__getitem__, key.split("."), parse_overrides(Recipe, [f"{key}={part}"]))
-        for part in _split(key, text)
-    ]
-    if twice := [part for part in parts if parts.count(part) > 1]:
-        raise BadInput(f"{key}={text} names {show(twice[0])} twice; give each value once")
-    return {key: parts}
+    if keys[key] not in (*TEXT, *PATH_TYPES):
+        _check_numbers(key, text)
+    return {
+        key: [
+            reduce(dict.__getitem__, key.split("."), parse_overrides(Recipe, [f"{key}={part}"]))
+            for part in _split(key, text)
+        ]
+    }
+
+
+def _check_numbers(key: str, text: str) -> None:
+    """Raise BadInput if a range of numbers is written in another way than 0..2."""
+    for part in map(str.strip, text.split(",")):
+        if dashed := DASHED.fullmatch(part):
+            first, last = map(int, dashed.groups())
+            some = ",".join(map(str, range(first, min(last, first + 2) + 1)))
+            listed = f" or {key}={some}" if first < last <= first + 2 else ""
+            raise BadInput(f"{key}={part} is not a number; write {key}={first}..{last}{listed}")
+        if ".." in part and not RANGE.fullmatch(part):
+            raise BadInput(f"{key}={part}: a range is of whole numbers, such as 0..4; list others")
 
 
 def _split(key: str, text: str) -> list[str]:
@@ -182,13 +253,13 @@ def _split(key: str, text: str) -> list[str]:
     values: list[str] = []
     for part in map(str.strip, parts):
         if ends := RANGE.fullmatch(part):
-            first, last = int(ends[1]), int(ends[2])
+            first, last = int(ends[2]), int(ends[3])
             if last < first or last - first >= MOST:
                 raise BadInput(
                     f"{key}={part}: a range goes upwards, such as 0..4, and has at most {MOST:,} "
                     "numbers"
                 )
-            values += map(str, range(first, last + 1))
+            values += [f"{ends[1] or ''}{number}" for number in range(first, last + 1)]
         elif part:
             values.append(part)
         else:

@@ -6,6 +6,7 @@ speed. If a run of the kind has finished, the speed of that run is used instead.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -55,6 +56,14 @@ def measure(plan: Plan, costs: Costs, todo: Iterable[Job], executor: Local) -> N
         make_directory(plan.root, "output=")
         write_json(plan.root / FILE, {"threads": executor.threads, "flops_per_second": known})
     costs.rates = known | costs.rates
+
+
+def other_work() -> list[str]:
+    """A line if this machine has more work than cores, so that runs will take longer."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load <= cores:
+        return []
+    return [f"other work is running: load {load:.1f} on {cores} cores"]
 
 
 def _read(path: Path, threads: int) -> dict[str, float]:
