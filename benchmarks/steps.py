@@ -129,6 +129,8 @@ CNN = {
     "letters": (5, 6, 7, 8),
     "max_positions": 62,
 }
+MODERN = {"positions": "rotary", "window": 4, "global_every": 2, "norm": "pre", "gated": True}
+MODERN |= {"first_norm": False, "bias": False, "dropout": 0.0, "attention_dropout": 0.0}
 CASES = {
     **{f"{name}, fp32": Case(task) for name, task in TASKS.items()},
     **{f"{name}, bf16": Case(task, (BF16,)) for name, task in TASKS.items()},
@@ -140,6 +142,9 @@ CASES = {
     "heads of 160": Case(MLM, (BF16,), SHAPE | {"heads": 2, "hidden": 320}),
     "heads of 30": Case(MLM, (BF16,), SHAPE | {"heads": 2, "hidden": 60}),
     "pre-norm": Case(MLM, (BF16,), SHAPE | {"norm": "pre"}),
+    "windows": Case(MLM, (BF16,), SHAPE | MODERN),
+    "windows, fp32": Case(MLM, (FP32,), SHAPE | MODERN),
+    "zeroed masks": Case(MLM, (BF16,), SHAPE | {"positions": "rotary", "zeroed_token": 4}),
     "shared layers": Case(MLM, (BF16,), SHAPE | {"shared_layers": True, "embedding": 32}),
     "Hilbert-CNN": Case(TASKS["classify"], (FP32,), CNN),
     "no dropout": Case(MLM, (FP32,), SHAPE | {"dropout": 0.0, "attention_dropout": 0.0}),

@@ -10,7 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import task
-from tiny import HEADS, HIDDEN, INNER, LAYERS, LONGEST, PIECES, random_batch, seeded
+from tiny import (
+    ESM,
+    HEADS,
+    HIDDEN,
+    INNER,
+    LAYERS,
+    LONGEST,
+    MODERNBERT,
+    PIECES,
+    random_batch,
+    seeded,
+)
 from torch import Tensor, nn
 
 from xformer.analysis import gradients
@@ -37,6 +48,10 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"norm_form": "deviation", "positions": "sinusoidal", "pooler": "none"},
     ),
     "pre-LN": ("mlm", {"norm": "pre"}),
+    "modernbert, masked words": ("mlm", {**MODERNBERT, "hidden": 36}),
+    "modernbert, classes": ("classify", {**MODERNBERT, "hidden": 36}),
+    "modernbert, answers": ("span", {**MODERNBERT, "hidden": 36}),
+    "esm": ("mlm", {**ESM, "hidden": 36}),
 }
 
 

@@ -17,6 +17,7 @@ import torch
 from fake_device.compiled_steps import COMPILED
 from helpers import NO_DROPOUT, SMOKE, Forks, good, refused, training
 from test_scale import SHORT, close
+from tiny import ESM, MODERNBERT
 from torch import Tensor
 from toys import Toys
 
@@ -276,17 +277,22 @@ def test_filler_and_compiling_change_no_task(
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "programs"),
     [
-        {"norm": "pre"},
-        {"shared_layers": True, "embedding": 32},
-        {"positions": "sinusoidal"},
-        {"norm_form": "deviation", "token_types": 0},
-        {"layers": 5},
+        ({"norm": "pre"}, 3),
+        ({"shared_layers": True, "embedding": 32}, 3),
+        ({"positions": "sinusoidal"}, 3),
+        ({"norm_form": "deviation", "token_types": 0}, 3),
+        ({"layers": 5}, 3),
+        (ESM, 3),
+        # the first layer has no norm, and layers with a window have a program of their own
+        ({**MODERNBERT, "layers": 7}, 5),
     ],
 )
-def test_families_compile_without_breaks(changes: dict[str, Any], traced: list[int]) -> None:
-    """However many layers a model has, there are three programs for each shape: the embeddings, a
+def test_families_compile_without_breaks(
+    changes: dict[str, Any], programs: int, traced: list[int]
+) -> None:
+    """However many layers a model has, there are few programs for each shape: the embeddings, a
     layer, and the last layer, which computes only the masked tokens after its attention."""
     task = TASKS["mlm"]
     batch = batch_of(task, 8)
@@ -297,7 +303,7 @@ def test_families_compile_without_breaks(changes: dict[str, Any], traced: list[i
     note = compile_parts(model, "layers", ALONE, lambda: to_device(filled, CPU), "fp32")
     assert note.startswith("torch.compile: layers")
     same_step(step(model, filled), expected)
-    assert len(traced) == 3
+    assert len(traced) == programs
 
 
 def test_a_thousand_mixed_batches_compile_nothing_more(traced: list[int]) -> None:

@@ -1,5 +1,5 @@
-"""Compare BERT, RoBERTa, ALBERT and DistilBERT with `transformers`: embeddings, outputs and
-gradients.
+"""Compare BERT, RoBERTa, ALBERT, DistilBERT, ModernBERT and ESM-2 with `transformers`: embeddings,
+outputs and gradients.
 
 `python -m benchmarks.parity` prints the largest errors as a table.
 """
@@ -16,6 +16,7 @@ from oracle import (
     CASES,
     FAMILIES,
     HEADS,
+    LACKING,
     LIMITS,
     SHAPES,
     class_of,
@@ -32,13 +33,18 @@ from xformer.model.encoder import Encoder
 from xformer.ops import native
 
 
+def limit(name: str, dtype: torch.dtype) -> float:
+    """The largest error. transformers rotates queries and keys in fp32 in any case."""
+    return 1e-5 if name in ("ModernBert", "Esm") else LIMITS[dtype]
+
+
 @pytest.mark.parametrize("dtype", LIMITS, ids=["fp32", "fp64"])
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_everything_equals_transformers(
     name: str, kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     for error, value in parity(name, kind, dtype, LENGTHS, tmp_path).items():
-        assert value <= LIMITS[dtype], error
+        assert value <= limit(name, dtype), error
 
 
 @pytest.mark.parametrize("lengths", SHAPES, ids=["one", "longest", "some", "all"])
@@ -47,7 +53,7 @@ def test_packed_sequences_of_any_length_equal_padded_ones(
     name: str, lengths: list[int], tmp_path: Path
 ) -> None:
     for error, value in parity(name, "classify", torch.float64, lengths, tmp_path).items():
-        assert value <= 1e-10, error
+        assert value <= limit(name, torch.float64), error
 
 
 @pytest.mark.parametrize(
@@ -59,17 +65,34 @@ def test_packed_sequences_of_any_length_equal_padded_ones(
         ("DistilBert", "activation", "relu"),
         ("Roberta", "pad_token_id", 4),
         ("Albert", "embedding_size", HIDDEN),
+        ("ModernBert", "local_attention", 2),
+        ("ModernBert", "global_attn_every_n_layers", 1),
+        ("ModernBert", "global_attn_every_n_layers", 2),
+        ("ModernBert", "global_rope_theta", 500.0),
+        ("ModernBert", "local_rope_theta", 100.0),
+        ("ModernBert", "hidden_activation", "gelu_pytorch_tanh"),
+        ("Esm", "rope_theta", 500.0),
+        ("Esm", "token_dropout", False),
     ],
 )
 def test_options_of_a_config_are_obeyed(name: str, option: str, value: Any, tmp_path: Path) -> None:
     more = {"max_position_embeddings": LONGEST + 5} if option == "pad_token_id" else {}
-    errors = parity(name, "mlm", torch.float64, [LONGEST, 3], tmp_path, **{option: value}, **more)
-    assert max(errors.values()) <= 1e-10, errors
+    if option == "hidden_activation":
+        more = {"classifier_activation": value}
+    changes = {option: value, **more}
+    errors = parity(name, "mlm", torch.float64, [LONGEST, 3], tmp_path, **changes)
+    assert max(errors.values()) <= limit(name, torch.float64), errors
+    # the option makes a difference
+    one, two = (tiny(f"{name}ForMaskedLM", **given) for given in (changes, more))
+    batch = padded(random_batch([LONGEST, 3]), family_of(f"{name}Model").name)
+    assert distance(one(**batch).logits, two(**batch).logits) > 1e-4
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_losses_are_sums_with_counts(name: str, tmp_path: Path) -> None:
     for kind in HEADS:
+        if (name, kind) in LACKING:
+            continue
         one = {"num_labels": 1} if kind == "regress" else {}
         theirs = tiny(class_of(name, kind), tmp_path / kind, **one)
         family = family_of(class_of(name, kind))
@@ -91,6 +114,8 @@ def test_losses_are_sums_with_counts(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_right_predictions_are_counted(name: str, tmp_path: Path) -> None:
     for kind in ("mlm", "classify", "span", "tag"):
+        if (name, kind) in LACKING:
+            continue
         theirs = tiny(class_of(name, kind), tmp_path / kind)
         ours = hf.from_hf(tmp_path / kind).checkpoint.model()
         batch = random_batch([LONGEST] * 4)
@@ -121,8 +146,10 @@ def test_right_predictions_are_counted(name: str, tmp_path: Path) -> None:
         assert int(loss.correct) == int(half.sum())
 
 
-@pytest.mark.parametrize("kind", ["mlm", "classify", "span", "tag"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [case for case in CASES if case[1] in ("mlm", "classify", "span", "tag")],
+)
 def test_dropout_is_applied_where_transformers_applies_it(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +173,8 @@ def test_dropout_is_applied_where_transformers_applies_it(
     monkeypatch.setattr(Encoder, "forward", forward)
     rates = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2}
     head = "classifier_dropout_prob" if name == "Albert" else "classifier_dropout"
+    if name == "ModernBert":
+        rates = {"embedding_dropout": 0.3, "mlp_dropout": 0.3, "attention_dropout": 0.2}
     if name == "DistilBert":
         rates, head = {"dropout": 0.3, "attention_dropout": 0.2}, "seq_classif_dropout"
         rates["qa_dropout"] = 0.3  # equal to `dropout`, which our model uses in its place

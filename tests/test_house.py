@@ -37,6 +37,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "Operations of the model.": (
         "xformer.ops.add_norm",
         "xformer.ops.attention",
+        "xformer.ops.rotary",
         "xformer.ops.vocabulary_loss",
     ),
     "The shape of a model.": ("xformer.model.config",),

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from xformer.ops.add_norm import add_norm
 from xformer.ops.attention import Layout, attention, layout, probabilities
 from xformer.ops.cast_weights import cast_weights
 from xformer.ops.dropout import dropout, keep_mask, new_seed, plain
+from xformer.ops.rotary import frequencies, rotary, turns
 from xformer.ops.vocabulary_loss import one_pass, vocabulary_loss
 
 HALF, FP16, SINGLE, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -60,13 +61,13 @@ class Case:
         return [x.to(t).requires_grad_() for x, t in zip(made, types, strict=False)]
 
 
-def of_attention(lengths: list[int], heads: int, size: int, more: int = 0) -> Case:
+def of_attention(lengths: list[int], heads: int, size: int, more: int = 0, window: int = 0) -> Case:
     where = layout(np.cumsum([0, *lengths]))
-    name = f"attention {lengths[:5]} {heads} x {size}"
+    name = f"attention {lengths[:5]} {heads} x {size}" + (f", window {window}" if window else "")
     shape = sum(lengths) + more, 3, heads, size
 
     def run(qkv: Tensor, cu_seqlens: Tensor, rate: float) -> Any:
-        return (attention(qkv, Layout(cu_seqlens, where.longest), rate),)
+        return (attention(qkv, Layout(cu_seqlens, where.longest, window), rate),)
 
     return Case(name, (shape,), run, where.cu_seqlens)
 
@@ -78,6 +79,25 @@ def of_norm(rows: int, width: int) -> Case:
         return add_norm(x, y, weight, bias, 1e-3, rate)
 
     return Case(f"add_norm {rows} x {width}", shapes, run, fp32=(0, 2, 3))
+
+
+def of_norm_without_bias(rows: int, width: int) -> Case:
+    shapes = (rows, width), (rows, width), (width,)
+
+    def run(x: Tensor, y: Tensor, weight: Tensor, _: Tensor, rate: float) -> Any:
+        return add_norm(x, y, weight, None, 1e-3, rate)
+
+    return Case(f"add_norm {rows} x {width}, no bias", shapes, run, fp32=(0, 2))
+
+
+def of_rotary(lengths: list[int], heads: int, size: int) -> Case:
+    positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))
+
+    def run(qkv: Tensor, positions: Tensor, rate: float) -> Any:
+        return (rotary(qkv, *turns(positions, size, 10000.0)),)
+
+    shape = len(positions), 3, heads, size
+    return Case(f"rotary {lengths} {heads} x {size}", (shape,), run, positions)
 
 
 def of_dropout(*shape: int) -> Case:
@@ -103,11 +123,20 @@ CASES = [
         for lengths in ([1], [2, 2, 2], [7, 1, 0, 13, 1], [15, 16, 17, 8, 9], [64, 65, 63, 200])
         for heads, size in ((3, 1), (4, 5), (12, 32), (2, 48), (1, 128))
     ),
+    *(
+        of_attention(lengths, heads, size, more=3, window=window)
+        for lengths in ([1], [7, 1, 0, 13, 1], [64, 65, 63, 200], [300])
+        for heads, size in ((2, 5), (3, 32))
+        for window in (1, 5, 16, 63, 128, 2**29)
+    ),
     of_attention([4096], 1, 3),
+    of_attention([4096], 1, 3, window=64),
     of_attention([], 2, 8),
     of_attention([], 2, 8, more=5),
     of_attention([0, 0], 2, 8),
     *(of_norm(*shape) for shape in ((0, 5), (1, 1), (5, 33), (300, 384), (7, 1000))),
+    *(of_norm_without_bias(*shape) for shape in ((0, 5), (5, 33), (300, 384))),
+    *(of_rotary(*shape) for shape in (([1, 7, 2], 3, 2), ([40, 3], 2, 32))),
     *(of_dropout(*shape) for shape in ((0, 3), (1,), (5,), (13, 7, 99), (300, 384))),
     *(
         of_vocabulary(*shape)
@@ -164,6 +193,48 @@ def test_a_way_equals_the_plain_one_in_fp64(
         assert one.isfinite().all()
         # q and k of a sequence of one token have a gradient of 0
         assert float((one.double() - two).norm()) <= bound * max(float(two.norm()), 1.0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("window", [1, 3, 70])
+def test_a_window_hides_what_is_far(way: str, window: int) -> None:
+    """An identity matrix as v shows the probabilities: those of one softmax over the window."""
+    qkv = torch.randn(100, 3, 2, 100, generator=seeded(1))
+    qkv[:, 2] = torch.eye(100)[:, None]
+    where = replace(layout([0, 100]), window=window)
+    with taking(way):
+        actual = attention(qkv, where).transpose(0, 1)  # (H, queries, keys)
+    q, k = qkv[:, 0].transpose(0, 1), qkv[:, 1].transpose(0, 1)
+    near = (torch.arange(100)[:, None] - torch.arange(100)).abs() <= window
+    scores = (q @ k.mT / 10).masked_fill(~near, -math.inf)
+    torch.testing.assert_close(actual, scores.softmax(-1))
+    assert torch.equal(actual > 0, near.expand(2, -1, -1))
+    assert torch.equal(probabilities(qkv, where)[0] > 0, near.expand(2, -1, -1))
+
+
+def test_rotary_positions_turn_pairs_as_complex_numbers() -> None:
+    """Element i of a head and element i + D / 2 are one complex number, whose angle grows."""
+    positions, base = torch.tensor([0, 1, 2, 0, 1]), 160000.0
+    qkv = torch.randn(5, 3, 2, 6, generator=seeded(1))
+    first, second = qkv[:, :2].double().chunk(2, -1)
+    angles = torch.outer(positions.double(), base ** (-torch.arange(3) / 3).double())
+    turned = (
+        torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)[:, None, None]
+    )
+    actual = rotary(qkv, *turns(positions, 6, base))
+    wanted = torch.cat([turned.real, turned.imag], -1).float()
+    torch.testing.assert_close(actual[:, :2], wanted)
+    assert torch.equal(actual[:, 2], qkv[:, 2])
+    # the score of two tokens depends on their distance only
+    q, k = qkv[:1, 0].expand(9, -1, -1), qkv[:1, 1].expand(9, -1, -1)
+    same = rotary(torch.stack([q, k, k], 1), *turns(torch.arange(9), 6, base))
+    scores = torch.einsum("qhd,khd->hqk", same[:, 0], same[:, 1])
+    for distance in range(-8, 9):
+        diagonal = scores.diagonal(distance, 1, 2)
+        torch.testing.assert_close(diagonal, diagonal[:, :1].expand_as(diagonal))
+    rounded = frequencies(6, base, "float16")
+    assert torch.equal(rounded, rounded.half().float())
+    assert not torch.equal(rounded, frequencies(6, base))
 
 
 def test_rows_after_the_last_sequence_are_zero() -> None:
@@ -277,7 +348,7 @@ def test_all_ways_have_the_same_masks(seed: int) -> None:
     qkv = torch.zeros(9, 3, 2, 9)
     qkv[:, 2] = torch.eye(9)[:, None]
     ends = torch.tensor([0, 9], dtype=torch.int32)
-    actual = torch.ops.xformer.attention(qkv, ends, 9, RATE, where)[0]  # (T, H, keys)
+    actual = torch.ops.xformer.attention(qkv, ends, 9, 0, RATE, where)[0]  # (T, H, keys)
     position, head = torch.arange(9).int(), torch.arange(2).int()[:, None, None]
     assert torch.equal(
         actual.transpose(0, 1) > 0, keep_mask(RATE, where, position[:, None], position, head)
@@ -308,7 +379,15 @@ def test_dropout_falls_on_the_probabilities() -> None:
 
 # ------------------------------------------------------------- what else PyTorch can do with them
 
-TWICE = [of_attention([3, 2], 2, 2), of_norm(3, 4), of_dropout(3, 4), of_vocabulary(3, 4, 5)]
+TWICE = [
+    of_attention([3, 2], 2, 2),
+    of_attention([3, 2], 2, 2, window=1),
+    of_norm(3, 4),
+    of_norm_without_bias(3, 4),
+    of_rotary([3, 2], 2, 2),
+    of_dropout(3, 4),
+    of_vocabulary(3, 4, 5),
+]
 
 
 @pytest.mark.parametrize("case", TWICE, ids=lambda case: case.name)
@@ -340,6 +419,9 @@ def test_dropout_in_cpp_is_differentiated_as_often_as_one_likes() -> None:
 SOME = [
     of_attention([7, 1, 0, 13], 3, 5),
     of_attention([64, 200], 2, 48),
+    of_attention([64, 200], 2, 48, window=17),
+    of_norm_without_bias(5, 33),
+    of_rotary([7, 1, 0, 13], 3, 6),
     of_norm(0, 5),
     of_norm(5, 33),
     of_dropout(13, 7, 99),
@@ -434,7 +516,9 @@ def test_the_operations_pass_torchs_own_checks() -> None:
         (ops.dropout, (x, RATE, seed)),
         (ops.add_norm, (x, y, weight, bias, 1e-3, RATE, seed)),
         (ops.add_norm, (x, y, weight, bias, 1e-3, 0.0, None)),
-        (ops.attention, (qkv, ends, 13, RATE, seed)),
+        (ops.attention, (qkv, ends, 13, 0, RATE, seed)),
+        (ops.attention, (qkv, ends, 13, 2, RATE, seed)),
+        (ops.rotary, (qkv, *turns(torch.arange(21), 8, 10000.0), False)),
         (ops.vocabulary_loss, (h, word, b, targets)),
     ):
         assert set(torch.library.opcheck(operation.default, given).values()) == {"SUCCESS"}
@@ -523,7 +607,7 @@ def test_layouts_and_targets_that_do_not_fit_are_refused() -> None:
     for ends, longest in (([0, 5], 5), ([0, 4], 3), ([0, 3, 2], 3), ([1, 4], 3)):
         with pytest.raises(ValueError, match="the layout does not fit"):
             torch.ops.xformer.attention(
-                qkv, torch.tensor(ends, dtype=torch.int32), longest, 0.0, None
+                qkv, torch.tensor(ends, dtype=torch.int32), longest, 0, 0.0, None
             )
     h, word, bias = torch.randn(3, 8), torch.randn(50, 8), torch.zeros(50)
     for way in WAYS:

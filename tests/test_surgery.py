@@ -17,6 +17,7 @@ import pytest
 import torch
 from helpers import NO_DROPOUT, SMOKE, Done, Forks, command, good, refused, training
 from scipy import stats
+from tiny import ESM, MODERNBERT
 from torch import Tensor
 from toys import Toys
 
@@ -32,6 +33,7 @@ from xformer.data.writing import create_store
 from xformer.freeze import chosen
 from xformer.model.config import ModelConfig
 from xformer.surgery import random_values
+from xformer.surgery.layers import shape_after
 from xformer.surgery.operations import AnyOperation
 from xformer.surgery.registry import OPERATIONS, parse_operation, split_docstring
 
@@ -570,6 +572,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "camembert": {"first_position": 2, "token_types": 1},
     "albert": {"shared_layers": True, "embedding": 4},
     "distilbert": {"token_types": 0, "pooler": "relu"},
+    "modernbert": {**MODERNBERT, "global_every": 3},
+    "esm": ESM,
     "pre-LN": {"norm": "pre"},
     "plus": {"positions": "sinusoidal", "norm_form": "deviation", "pooler": "none"},
 }
@@ -585,12 +589,81 @@ def test_operations_on_every_family(kind: str, operation: str) -> None:
         with pytest.raises(BadInput, match=r"one set of weights \(ALBERT\)"):
             surgery.apply(before, [parse_operation(operation)])
         return
+    if kind == "modernbert" and operation == "reverse_layers":
+        message = (
+            "layer 4 cannot become layer 1: the first layer of this model, and no other, has no"
+        )
+        with pytest.raises(BadInput, match=message):
+            surgery.reverse_layers(before)
+        return
     after = surgery.apply(before, [parse_operation(operation)])
     assert not same(after, before)
     model = after.model()
     assert len(model.encoder.layers) == after.config.stored_layers
     final = [name for name in after.weights if name.startswith("encoder.final_norm")]
-    assert bool(final) == (kind == "pre-LN")
+    assert bool(final) == (SHAPE.model_copy(update=KINDS[kind]).norm == "pre")
+
+
+@pytest.mark.parametrize("head", [None, Head("mlm")])
+def test_layers_keep_their_windows(head: Head | None) -> None:
+    """Layers that would attend to more or less than they were trained with are refused, before
+    any work and also in a plan."""
+    shape = {**KINDS["modernbert"], "layers": 8, "first_norm": True}  # 1, 4 and 7 see the whole row
+    before = counted(SHAPE.model_copy(update=shape), head=head)
+    kept = surgery.keep_layers(before, layers=(1, 2, 6, 7))
+    assert (
+        kept.model()
+        .encoder.layers[3]
+        .attention.qkv.weight.equal(before.weights["encoder.layers.6.attention.qkv.weight"])
+    )
+    refused = {
+        "keep_layers(layers=[1, 3, 4])": "layer 4 attends to the whole row and cannot become",
+        "keep_layers(layers=[2, 3])": "layer 2 has a window and cannot become layer 1",
+        "reverse_layers": "layer 8 has a window and cannot become layer 1",
+    }
+    for operation, message in refused.items():
+        steps = [parse_operation(operation)]
+        for attempt in (
+            lambda s=steps: surgery.apply(before, s),
+            lambda s=steps: shape_after(before.config, s),
+        ):
+            with pytest.raises(BadInput, match=message):
+                attempt()
+
+
+def test_query_key_and_value_stay_three_matrices() -> None:
+    """Shuffles and scales treat them separately, also without biases, and reinit_head finds its
+    rows."""
+    before = counted(SHAPE.model_copy(update=KINDS["modernbert"]))
+    name = "encoder.layers.1.attention.qkv.weight"
+    after = surgery.oracle_shuffle(before, seed=1).weights[name]
+    for one, two in zip(before.weights[name].chunk(3), after.chunk(3), strict=True):
+        assert torch.equal(one.flatten().sort().values, two.flatten().sort().values)
+    fresh = surgery.reinit_head(before, layer=2, head=3)
+    assert differing(before, fresh) == {name, "encoder.layers.1.attention.out.weight"}
+    changed = (fresh.weights[name] != before.weights[name]).any(1)
+    assert changed.tolist() == [False, False, False, False, True, True] * 3
+
+
+def test_surgery_of_layers_leaves_out_the_contact_head() -> None:
+    before = counted(SHAPE.model_copy(update=ESM))
+    contact = {"contact_head.weight": torch.ones(1, 12), "contact_head.bias": torch.ones(1)}
+    before = replace(before, weights={**before.weights, **contact})
+    before.model()
+    assert not contact.keys() & surgery.keep_layers(before, first=2).weights.keys()
+    surgery.keep_layers(before, first=2).model()
+    assert contact.keys() < surgery.clean_embeddings(before).weights.keys()
+
+
+def test_a_transplant_brings_its_own_mask_token(tmp_path: Path) -> None:
+    before = counted(SHAPE.model_copy(update=ESM))
+    other = counted(known=vocabularies.esm([*tokenizers.ESM_SPECIAL.values(), "A", "C"]))
+    pieces = other.tokenizer
+    assert pieces.special["mask"] == 4
+    order = [*pieces.pieces[:4], "A", "C", "<mask>"]
+    checkpoints.save(counted(known=vocabularies.esm(order)), tmp_path / "other")
+    after = surgery.transplant(before, source=str(tmp_path / "other"))
+    assert (before.config.zeroed_token, after.config.zeroed_token) == (4, 6)
 
 
 @pytest.mark.parametrize("operation", [o for o in ALL if o != "clean"])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -30,7 +31,31 @@ CLASSES = {
     "DistilBert": "distilbert",
     "XLMRoberta": "xlm-roberta",
     "Camembert": "camembert",
+    "ModernBert": "modernbert",
+    "Esm": "esm",
 }
+# our settings of the newer families, for models of any size
+MODERNBERT: dict[str, Any] = {
+    "positions": "rotary",
+    "rotary_base": 160000.0,
+    "window": 3,
+    "global_every": 2,
+    "norm": "pre",
+    "first_norm": False,
+    "gated": True,
+    "bias": False,
+    "token_types": 0,
+    "pooler": "norm",
+}
+ESM: dict[str, Any] = {
+    "positions": "rotary",
+    "rotary_precision": "float16",
+    "zeroed_token": 4,
+    "norm": "pre",
+    "embedding_norm": False,
+    "token_types": 0,
+}
+AMINO_ACIDS = "LAGVSERTIDPKQNFYMHWCXBUZO.-"
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
@@ -68,6 +93,17 @@ def _settings(family: str) -> dict[str, Any]:
         "layer_norm_eps": 1e-2,
         "max_position_embeddings": LONGEST,
     }
+    if family in ("modernbert", "esm"):  # heads of even size
+        actual |= {"hidden_size": 36, "num_hidden_layers": 4}
+    if family == "modernbert":
+        del actual["layer_norm_eps"]
+        special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+        actual |= special | {"norm_eps": 1e-2, "local_attention": 6, "cls_token_id": 2}
+        actual |= {"sep_token_id": 3}
+    if family == "esm":
+        special = {"pad_token_id": 1, "mask_token_id": PIECES - 1}
+        actual |= special | {"position_embedding_type": "rotary", "token_dropout": True}
+        actual |= {"emb_layer_norm_before": False}
     if FAMILIES[family].form == "roberta":
         actual |= {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1, "pad_token_id": 1}
     if family == "albert":
@@ -86,11 +122,26 @@ def tiny(kind: str, directory: Path | None = None, **changes: Any) -> Any:
     generator = seeded(3)
     for parameter, weight in model.named_parameters():
         norm = "norm" in parameter.lower() and parameter.endswith("weight")
+        norm &= weight.ndim == 1
         weight.data = float(norm) + 0.3 * torch.randn(weight.shape, generator=generator)
     if directory is not None:
         model.save_pretrained(directory)
+        if name == "Esm":
+            _as_published(directory / "model.safetensors")
         write_vocabulary(CLASSES[name], directory)
     return model
+
+
+def _as_published(file: Path) -> None:
+    """Give the tensors of an ESM-2 the names that they have on the hub. transformers 5.23 writes
+    names of TensorFlow, and the rotary frequencies once, for the layer "*"."""
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
+        name = name.replace("LayerNorm.beta", "LayerNorm.bias")
+        layers = range(4) if ".*." in name else range(1)
+        tensors |= {name.replace(".*.", f".{layer}."): tensor.clone() for layer in layers}
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def write_vocabulary(family: str, directory: Path) -> None:
@@ -114,12 +165,47 @@ def write_vocabulary(family: str, directory: Path) -> None:
         published.export_tokenizer(
             vocabularies.xlm_roberta(scores, None), directory, LONGEST, False
         )
+    elif family == "modernbert":
+        byte_bpe().save(str(directory / "tokenizer.json"))
+        names = {f"{role}_token": piece for role, piece in tokenizers.BERT_SPECIAL.items()}
+        write_json(
+            directory / "tokenizer_config.json",
+            {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": LONGEST, **names},
+        )
+    elif family == "esm":
+        cls, pad, eos, unk, mask = tokenizers.ESM_SPECIAL.values()
+        pieces = [cls, pad, eos, unk, *AMINO_ACIDS, *(f"<null_{i}>" for i in range(PIECES - 32))]
+        (directory / "vocab.txt").write_text("\n".join([*pieces, mask]), encoding="utf-8")
+        write_json(directory / "tokenizer_config.json", {"tokenizer_class": "EsmTokenizer"})
     elif family == "albert":
         special = [(piece, 0.0) for piece in tokenizers.ALBERT_SPECIAL.values()]
         scores = [*special, ("▁", -1.0), *((c, -2.0 - i / 7) for i, c in enumerate(LETTERS[1:]))]
         published.export_tokenizer(vocabularies.albert(scores, None, [], []), directory, LONGEST)
     else:
         (directory / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
+
+
+def byte_bpe() -> Any:
+    """A tokenizer as ModernBERT's: special tokens and added words take turns after the pieces."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers.processors import TemplateProcessing
+
+    special = [*tokenizers.BERT_SPECIAL.values()]
+    pieces = [*special, *LETTERS[:84], "Ġ", "Ã", "©", "Ġa", "Ã©"]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocabulary, [("Ġ", "a"), ("Ã", "©")]))
+    made.normalizer = normalizers.NFC()
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(p, lstrip=p == "[MASK]", special=True) for p in special])
+    made.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
+    made.add_tokens([AddedToken("   ", normalized=True), AddedToken("[unused0]", normalized=True)])
+    made.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B [SEP]",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    return made
 
 
 def random_batch(lengths: list[int] = LENGTHS, seed: int = 4, classes: int = 4) -> Batch[Tensor]:
@@ -168,4 +254,6 @@ def in_our_names(
     """Tensors of transformers' parameters under our names. Query, key and value are joined."""
     bare = {name.removeprefix(family.prefix): tensor for name, tensor in theirs.items()}
     names = expand(table, layers)
+    if family.name == "modernbert":  # it has no biases, and no norm in the first layer
+        names = {ours: parts for ours, parts in names.items() if set(parts) <= set(bare)}
     return {ours: torch.cat([bare[name] for name in names[ours]]) for ours in names}

@@ -44,7 +44,7 @@ from xformer.data.files import (
 )
 from xformer.data.tokenizers import Tokenizer
 from xformer.model import hilbert
-from xformer.model.config import ModelConfig
+from xformer.model.config import NEWER, ModelConfig
 from xformer.tasks.known import TASKS, task_of
 from xformer.tasks.task import Head, Model, Task
 from xformer.texts import Pooling, vectors_of
@@ -180,8 +180,8 @@ def check_head(config: ModelConfig, task: Task | type[Task]) -> None:
 
 
 def parts_of(weights: Collection[str]) -> list[str]:
-    """Which of "pooler" and "pair_head" the weights have, for the argument `parts` of `Model`."""
-    return [part for part in ("pooler", "pair_head") if f"{part}.weight" in weights]
+    """Which parts the weights have, for the argument `parts` of `Model`."""
+    return [p for p in ("pooler", "pair_head", "contact_head") if f"{p}.weight" in weights]
 
 
 def check_weights(given: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:
@@ -303,7 +303,7 @@ def save(
             write_json(directory / "state.json", state)
         config = {
             "format": FORMAT,
-            "model": checkpoint.config.model_dump(),
+            "model": _model_record(checkpoint.config),
             "head": _head_record(checkpoint.head) if checkpoint.head else None,
             "history": list(checkpoint.history),
         }
@@ -312,6 +312,14 @@ def save(
         sums = {str(file.relative_to(directory)): file_checksum(file) for file in files}
         write_json(directory / "manifest.json", {"sha256": sums})
         check()
+
+
+def _model_record(config: ModelConfig) -> dict[str, Any]:
+    """A config as config.json stores it. Settings that older versions do not know are stored only
+    if they are not the defaults."""
+    fields = ModelConfig.model_fields
+    values = config.model_dump()
+    return {k: v for k, v in values.items() if k not in NEWER or v != fields[k].default}
 
 
 def _head_record(head: Head) -> dict[str, Any]:

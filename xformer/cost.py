@@ -78,9 +78,14 @@ def forward_flops(config: ModelConfig, task: Task | None, work: Workload) -> int
     C, E, F = config.hidden, config.width, config.intermediate
     last = work.tokens if task is None else task.tokens_read(work)
     # 2 for multiply and add: qkv 3CC; scores and weighted sums 2C per pair of tokens in a row
-    flops = config.layers * (6 * C * C * work.tokens + 4 * C * work.squares)
-    # attention output CC, MLP up CF and down CF: in the last layer only for tokens that are read
-    flops += (2 * C * C + 4 * C * F) * ((config.layers - 1) * work.tokens + last)
+    windows = sum(map(config.has_window, range(config.layers)))
+    near = min(work.squares, (2 * config.window + 1) * work.tokens)  # at row ends there are fewer
+    pairs = (config.layers - windows) * work.squares + windows * near
+    flops = 6 * C * C * config.layers * work.tokens + 4 * C * pairs
+    # attention output CC, MLP up CF (2CF with gates) and down CF: in the last layer only for tokens
+    # that are read
+    mlp = (6 if config.gated else 4) * C * F
+    flops += (2 * C * C + mlp) * ((config.layers - 1) * work.tokens + last)
     if config.embedding:
         flops += 2 * E * C * work.tokens
     return flops if task is None else flops + task.head_flops(config, work)

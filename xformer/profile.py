@@ -25,7 +25,7 @@ WORDS = {
     "waiting for data": "^waiting for data$",
     "communication": "nccl|gloo|c10d|all_?reduce|all_?gather",
     "activations and loss": "gelu|relu|tanh|log_?softmax|nll_?loss|cross_entropy",
-    "attention": "attention|attn|softmax|bmm",
+    "attention": "attention|attn|softmax|bmm|rotary",
     "LayerNorm": "layer_?norm|batch_?norm|add_norm",
     "dropout": "dropout|bernoulli|random_|fill_mask|aten::ge$",
     "optimizer": "^optimizer$|adam|vector_norm|foreach_norm",

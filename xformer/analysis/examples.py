@@ -28,7 +28,8 @@ from xformer.data.mapping import build_mapping
 from xformer.data.sampler import Samples
 from xformer.data.store import Store
 from xformer.model.encoder import Encoder
-from xformer.ops.attention import Layout, probabilities
+from xformer.ops.attention import probabilities
+from xformer.ops.rotary import rotary
 from xformer.parallel import processes
 from xformer.parallel.processes import SystemConfig
 from xformer.tasks.task import Model, to_device
@@ -249,23 +250,28 @@ def inside(encoder: Encoder, batch: Batch[Tensor], maps: bool = False) -> Inside
     """
     hidden: list[Tensor] = []
     kept: list[list[Tensor]] = []
-    layout = Layout(batch.cu_seqlens, batch.longest)
+    given: list[tuple[Any, ...]] = []  # the inputs of the attention that runs
     sizes = batch.cu_seqlens.diff().tolist()
 
     def keep_hidden(module: nn.Module, inputs: object, x: Tensor) -> None:
         hidden.append(x[: len(batch.tokens)])  # without rows of padding
 
+    def note_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        given[:] = [inputs]
+
     def keep_maps(module: nn.Module, inputs: object, qkv: Tensor) -> None:
-        padded = probabilities(qkv.view(len(qkv), 3, encoder.config.heads, -1), layout)
+        (_, layout, _, turn) = given[0]
+        qkv = qkv.view(len(qkv), 3, encoder.config.heads, -1)
+        padded = probabilities(qkv if turn is None else rotary(qkv, *turn), layout)
         kept.append([x[:, :n, :n] for x, n in zip(padded, sizes, strict=True)])
 
     with ExitStack() as hooks:
         for module in (encoder.embeddings, *encoder.layers):
             hooks.callback(module.register_forward_hook(keep_hidden).remove)
         for layer in encoder.layers if maps else ():
-            hooks.callback(
-                layer.get_submodule("attention.qkv").register_forward_hook(keep_maps).remove
-            )
+            attention = layer.get_submodule("attention")
+            hooks.callback(attention.register_forward_pre_hook(note_inputs).remove)
+            hooks.callback(attention.get_submodule("qkv").register_forward_hook(keep_maps).remove)
         last = encoder(batch)
     return Inside([*hidden[:-1], last], kept)
 

@@ -176,6 +176,9 @@ class PerExample(TorchFunctionMode):
         if batch.places is not None:
             self.owners["places"] = tokens[batch.places]
         self.task = model.task
+        # the heads that read what the task's head reads; that of pairs reads through a pooler
+        own = model.task_head is not None
+        self.heads = ("task_head", "mlm_head", "pooler") if own else ("mlm_head",)
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.parameters = dict(model.named_parameters())
         self.products = torch.zeros(self.count, self.count, dtype=torch.float64)
@@ -228,17 +231,18 @@ class PerExample(TorchFunctionMode):
         return y
 
     def layer_norm(
-        self, x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float, *rest: Any
+        self, x: Tensor, shape: Any, weight: Tensor, bias: Tensor | None, eps: float, *rest: Any
     ) -> Tensor:
-        y = F.layer_norm(x, shape, weight.detach(), bias.detach(), eps)
-        names = self.names[id(weight)], self.names[id(bias)]
+        y = F.layer_norm(x, shape, weight.detach(), None if bias is None else bias.detach(), eps)
+        names = [self.names[id(p)] for p in (weight, bias) if p is not None]
         owner = self._owner(names[0], x)
         for name in names:
             self._expect(name)
 
         def gather(g: Tensor) -> None:
             self._vector(names[0], g * F.layer_norm(x.detach(), shape, None, None, eps), owner)
-            self._vector(names[1], g, owner)
+            for name in names[1:]:
+                self._vector(name, g, owner)
 
         _on_gradient(y, gather)
         return y
@@ -282,7 +286,7 @@ class PerExample(TorchFunctionMode):
         kind = "examples"
         if name.startswith("encoder."):
             kind = "tokens"
-        elif self.task is not None and name.startswith(("task_head", "mlm_head")):
+        elif self.task is not None and name.startswith(self.heads):
             kind = self.task.head_reads
         owner = self.owners[kind]
         if x.dim() != 2 or len(x) != len(owner):

@@ -53,10 +53,10 @@ def _add_from_hf(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "from-hf",
         help="Import a Hugging Face checkpoint of the BERT family.",
         description="Import a Hugging Face checkpoint of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, "
-        "ALBERT or DistilBERT: its config.json, its weights, its head if it has one, and its "
-        "tokenizer. The weights are model.safetensors or pytorch_model.bin, whole or in shards. A "
-        ".bin file that holds anything but tensors is refused. The command reports how many "
-        "tensors it imported, and names the others.",
+        "ALBERT, DistilBERT, ModernBERT or ESM-2: its config.json, its weights, its head if it has "
+        "one, and its tokenizer. The weights are model.safetensors or pytorch_model.bin, whole or "
+        "in shards. A .bin file that holds anything but tensors is refused. The command reports "
+        "how many tensors it imported, and names the others.",
     )
     command.add_argument(
         "source",

@@ -11,6 +11,7 @@ from xformer.checkpoint import Checkpoint
 from xformer.convert import hf
 from xformer.data.errors import BadInput
 from xformer.data.files import installed
+from xformer.model.config import ModelConfig
 
 SHOWN = 5  # class names, and entries of the history, that are shown at most
 
@@ -94,11 +95,26 @@ def _sizes(screen: _Screen, checkpoint: Checkpoint) -> None:
         "sizes",
         f"{config.layers} layers{shared}, {config.hidden} wide, {config.heads} heads, MLP "
         f"{config.intermediate}, embeddings {config.width}",
-        f"rows up to {config.max_positions} tokens, {segments}, {config.activation}, "
-        f"{config.norm}-LN with epsilon {config.layer_norm_eps:g}",
+        f"rows up to {config.max_positions} tokens, {segments}, {config.activation}"
+        f"{' with gates' if config.gated else ''}, {config.norm}-LN with epsilon "
+        f"{config.layer_norm_eps:g}",
+        *_positions(config),
         f"dropout {config.dropout:g}, on attention {config.attention_dropout:g}, before a head "
         f"{config.before_head:g}",
     )
+
+
+def _positions(config: ModelConfig) -> list[str]:
+    """Rotary positions and windows in one line; nothing if the model has neither."""
+    rotary = config.positions == "rotary"
+    parts = [f"rotary positions with base {config.rotary_base:g}"] if rotary else []
+    if config.window:
+        local = f" and base {config.local_rotary_base:g}" if rotary else ""
+        parts.append(
+            f"a window of {config.window} tokens on each side{local} in all layers but every "
+            f"{config.global_every}th"
+        )
+    return [", ".join(parts)] if parts else []
 
 
 def _parameters(checkpoint: Checkpoint) -> list[str]:

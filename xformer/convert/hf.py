@@ -1,5 +1,5 @@
-"""Import and export Hugging Face checkpoints: BERT, ALBERT, DistilBERT, and RoBERTa with its
-relatives XLM-RoBERTa and CamemBERT.
+"""Import and export Hugging Face checkpoints: BERT, ALBERT, DistilBERT, ModernBERT, ESM-2, and
+RoBERTa with its relatives XLM-RoBERTa and CamemBERT.
 
 `from_hf` reads a directory as `save_pretrained` writes it, `to_hf` writes one that
 `from_pretrained` loads. The families differ only in data: xformer/convert/names.py has a table of
@@ -15,7 +15,7 @@ import errno
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from xformer.checkpoint import Checkpoint, check_weights, load_tensors, parts_of, save_tensors
+from xformer.convert import modern
 from xformer.convert.names import FAMILIES, Family, Table, expand
 from xformer.data import published
 from xformer.data.errors import BadInput
@@ -36,11 +37,12 @@ from xformer.data.files import (
     write_json,
     write_text,
 )
-from xformer.model.config import ModelConfig
+from xformer.model.config import NEWER, ModelConfig
 from xformer.tasks.choice import Choice
 from xformer.tasks.classify import Classify
 from xformer.tasks.known import task_of
 from xformer.tasks.regress import Regress
+from xformer.tasks.span import Span
 from xformer.tasks.tag import Tag
 from xformer.tasks.task import Head, Model, Task
 
@@ -91,7 +93,10 @@ def from_hf(directory: str | Path, repository: str = "") -> Imported:
     file = files[0]
     source = _with_current_names(tensors, family, file)
     tied = drop_tied_copies(source, family, file)
+    config, frequencies = modern.take_frequencies(source, family, config, file)
     head, head_names, lacking = _find_heads(source, meta, config, family)
+    if (task := task_of(head)) is not None and task.reads_pooled:
+        modern.check_pooling(family, meta, directory / "config.json")
     # `expand` makes entries for each layer. config.json may claim any number of layers, so the
     # number is checked first.
     if config.stored_layers > len(source):
@@ -100,6 +105,8 @@ def from_hf(directory: str | Path, repository: str = "") -> Imported:
             f"{config.stored_layers} layers"
         )
     names = expand(family.encoder | head_names, config.stored_layers)
+    expected = _expected(config, head, names)
+    names = {ours: theirs for ours, theirs in names.items() if ours in expected}
     weights, used = take_tensors(names, source, file)
     left = sorted(name for name in source if name not in used and not BUFFERS.fullmatch(name))
     layer_name = _layer_name(family)
@@ -122,13 +129,16 @@ def from_hf(directory: str | Path, repository: str = "") -> Imported:
         "sha256": file_checksum(file),
         **_dtypes(source, used),
     }
+    if frequencies:
+        record["frequencies"] = frequencies
     if repository:
         record["repository"] = repository
     if sentence:
         record["sentence"] = sentence
     checkpoint = Checkpoint(config, weights, tokenizer, head, (record,))
     left += foreign_modules
-    return Imported(checkpoint, family, len(used) + len(tied), tied, left, lacking)
+    taken = len(used) + len(tied) + len(frequencies)
+    return Imported(checkpoint, family, taken, tied, left, lacking)
 
 
 def read_shape(directory: str | Path) -> ModelConfig:
@@ -148,7 +158,9 @@ def _read_config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         supported = ", ".join(FAMILIES)
         raise BadInput(f"{file}: model_type {kind!r} is not supported; {supported} are")
     family = FAMILIES[kind]
-    if meta.get("position_embedding_type", "absolute") != "absolute" or meta.get("is_decoder"):
+    rotary = family.fixed.get("positions") == "rotary"  # modern.read_settings checks these
+    absolute = rotary or meta.get("position_embedding_type", "absolute") == "absolute"
+    if not absolute or meta.get("is_decoder"):
         raise BadInput(f"{file}: only encoders with absolute positions are supported")
     if meta.get("problem_type") == "multi_label_classification":
         raise BadInput(
@@ -177,7 +189,8 @@ def _read_config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
                 )
             values["first_position"] = pad + 1
             values["max_positions"] -= pad + 1
-        return family, ModelConfig(**values, **family.fixed, dropout_form=family.form), meta
+        values |= modern.read_settings(family, meta, values["layers"], file) | family.fixed
+        return family, ModelConfig(**values, dropout_form=family.form), meta
     except (ValidationError, TypeError) as error:
         reason = str(error)
         if isinstance(error, ValidationError):
@@ -293,15 +306,17 @@ def _find_heads(
     longest = config.max_positions
     task = _find_classifier(source, meta, family)
     pooler = dict(family.pooler) if has(family.pooler) else {}
+    contact = dict(family.contact) if has(family.contact) else {}
     if task is not None:
         labels = _read_labels(source, meta, family.head(task)) if task.named_classes else ()
         own = family.pooler if task.reads_pooled else pooler
-        return Head(task.name, labels, max_tokens=longest), own | family.head(task), ["MLM head"]
-    table = pooler
+        table = own | contact | family.head(task)
+        return Head(task.name, labels, max_tokens=longest), table, ["MLM head"]
+    table = pooler | contact
     lacking = [] if pooler else ["pooler"]
     if has(family.pair):
         table |= family.pair
-    if has(family.span):
+    if has({"task_head.*": family.span["task_head.*"]}):
         return Head("span", max_tokens=longest), table | family.span, [*lacking, "MLM head"]
     if has(family.mlm):
         if meta.get("tie_word_embeddings") is False:
@@ -339,6 +354,8 @@ def _find_classifier(
         return Tag
     if architecture == Choice.hf_class and has_part(family.choice, "task_head.*"):
         return Choice
+    if architecture == Span.hf_class:  # in ModernBERT its head has the name of a classifier
+        return Span if texts else None
     if architecture == "NextSentencePrediction" or not (texts or words):
         return None
     is_named = architecture == Classify.hf_class
@@ -424,9 +441,15 @@ def check_complete(
     weights: dict[str, Tensor], config: ModelConfig, head: Head | None, file: Path
 ) -> None:
     """Raise BadInput unless these are the weights, by name and shape, of a model of this config."""
+    check_weights(weights, _expected(config, head, weights), str(file))
+
+
+def _expected(
+    config: ModelConfig, head: Head | None, weights: Collection[str]
+) -> dict[str, Tensor]:
+    """The weights, without content, of a model with this head and the parts of `weights`."""
     with torch.device("meta"):
-        expected = Model(config, task_of(head), parts_of(weights)).state_dict()
-    check_weights(weights, expected, str(file))
+        return Model(config, task_of(head), parts_of(weights)).state_dict()
 
 
 def _layer_name(family: Family) -> re.Pattern[str]:
@@ -508,6 +531,8 @@ def to_hf(
     for ours, theirs in _their_names(checkpoint, family).items():
         parts = checkpoint.weights[ours].chunk(len(theirs))
         tensors |= dict(zip(theirs, parts, strict=True))
+    prefix = family.prefix if checkpoint.task is not None else ""
+    tensors |= modern.frequency_tensors(family, checkpoint, prefix)
     dtype, tensors = _in_their_dtypes(checkpoint, family, tensors)
     config = checkpoint.config
     with atomic_directory(Path(out), overwrite) as directory:
@@ -527,11 +552,13 @@ def to_hf(
 def family_of(checkpoint: Checkpoint) -> Family:
     """The family whose architecture this checkpoint has. Raises BadInput if there is none."""
     config = checkpoint.config
-    if config.norm != "post":
+    rotary = config.positions == "rotary"
+    if config.norm != "post" and not rotary:
         raise BadInput("no family has LayerNorm before attention and MLP (model.norm='pre')")
     for field in ("architecture", "positions", "norm_form"):  # other values: Hilbert-CNN and PLUS
-        if getattr(config, field) != ModelConfig.model_fields[field].default:
-            raise BadInput(f"no family of Hugging Face has model.{field}={getattr(config, field)}")
+        value = getattr(config, field)
+        if value not in (ModelConfig.model_fields[field].default, "rotary"):
+            raise BadInput(f"no family of Hugging Face has model.{field}={value}")
     family = FAMILIES[_nearest(config, checkpoint.tokenizer.form)]
     for field, expected in _settings_of(family, checkpoint).items():
         if (value := getattr(config, field)) != expected:
@@ -553,6 +580,8 @@ def family_of(checkpoint: Checkpoint) -> Family:
 
 def _nearest(config: ModelConfig, form: str) -> str:
     """The name of the family that is most like a model, whose tokenizer has this `form`."""
+    if config.positions == "rotary":
+        return "modernbert" if config.gated else "esm"
     if config.shared_layers or config.embedding:
         return "albert"
     if config.first_position:
@@ -568,14 +597,17 @@ def architecture_of(checkpoint: Checkpoint, family: Family) -> str:
 def _settings_of(family: Family, checkpoint: Checkpoint) -> dict[str, Any]:
     """The settings of the model that can have only one value in this family, with this value."""
     pad = checkpoint.tokenizer.special["pad"]  # position ids of the RoBERTas start after it
+    defaults = {name: field.default for name, field in ModelConfig.model_fields.items()}
+    named = ("shared_layers", "norm", "positions", "pooler", *NEWER)
     settings = {
-        "shared_layers": False,
+        **{name: defaults[name] for name in named if name not in family.free},
         "first_position": pad + 1 if family.form == "roberta" else 0,
-        "pooler": ModelConfig.model_fields["pooler"].default,
         **family.fixed,
     }
     if "pooler.weight" not in checkpoint.weights and checkpoint.config.pooler != "none":
         del settings["pooler"]  # its activation is not used
+    if checkpoint.config.zeroed_token is not None and "zeroed_token" in family.free:
+        settings["zeroed_token"] = checkpoint.tokenizer.special["mask"]
     return settings
 
 
@@ -587,12 +619,14 @@ def _their_names(checkpoint: Checkpoint, family: Family) -> Table:
     bare = dict(family.encoder)
     if "pooler.weight" in weights and "pooler.*" not in own:
         bare |= family.pooler
+    bare |= family.contact if "contact_head.weight" in weights else {}
     heads = own | (family.pair if "pair_head.weight" in weights else {})
     # BertModel's tensors have no prefix; in a model with heads they are named "bert.embeddings..."
     prefix = family.prefix if heads else ""
     names = expand(bare, checkpoint.config.stored_layers)
     names = {ours: [prefix + name for name in theirs] for ours, theirs in names.items()}
     names |= expand(heads, 1)
+    names = {ours: theirs for ours, theirs in names.items() if ours in weights}
     if lost := sorted(set(weights) - set(names)):
         raise BadInput(f"{family.name} has no place for the weights {', '.join(lost[:4])}")
     return names
@@ -607,7 +641,7 @@ def _in_their_dtypes(
     """
     default: dict[str, Any] = {"dtype": "float32"}
     record = next((record for record in checkpoint.history if "dtype" in record), default)
-    others = record.get("other_dtypes", {})
+    others = record.get("other_dtypes", {}) | record.get("frequencies", {})
     converted = {}
     for name, tensor in tensors.items():
         dtype = getattr(torch, others.get(name.removeprefix(family.prefix), record["dtype"]))
@@ -631,13 +665,14 @@ def _their_config(checkpoint: Checkpoint, family: Family, dtype: str) -> dict[st
     values["activation"] = activations[config.activation]
     values["max_positions"] += config.first_position
     # Where the default is None, None means "the same as dropout". Elsewhere a number is needed.
-    if family.defaults["head_dropout"] is not None:
+    if family.defaults.get("head_dropout") is not None:
         values["head_dropout"] = config.before_head
     written = {theirs: values[ours] for ours, theirs in family.config.items()}
     architecture = architecture_of(checkpoint, family)
     written |= {"model_type": family.name, "architectures": [architecture]}
     written |= {"dtype": dtype, "pad_token_id": special["pad"]}
     written |= {"bos_token_id": special["cls"], "eos_token_id": special["sep"]}
+    written |= modern.their_settings(family, config, special, values["activation"])
     if task is not None and task.named_classes and not task.predicts_masked:
         written["id2label"] = {str(i): label for i, label in enumerate(task.head.labels)}
         written["label2id"] = {label: i for i, label in enumerate(task.head.labels)}

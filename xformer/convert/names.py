@@ -36,7 +36,11 @@ class Family:
     tag: Table = field(default_factory=lambda: {"task_head.*": ["classifier.*"]})
     choice: Table = field(default_factory=lambda: {"task_head.*": ["classifier.*"]})
     mlm_activation: str | None = None  # of the MLM head, if it does not follow the config
+    contact: Table = field(default_factory=dict)
+    buffer: str = ""  # the name of its rotary frequencies, if it stores them
     fixed: dict[str, Any] = field(default_factory=dict)  # our settings that all its models share
+    free: tuple[str, ...] = ()  # our settings that xformer.convert.modern reads and writes
+    required: dict[str, Any] = field(default_factory=dict)  # the only values of their settings
     defaults: dict[str, Any] = field(default_factory=dict)  # of settings that a config may omit
 
     def head(self, task: Task | type[Task] | None) -> Table:
@@ -274,8 +278,133 @@ PLUS = Family(
     config={},
 )
 
+_MODERN_HEAD = {
+    "pooler.*": ["head.dense.*"],
+    "pooler.norm.*": ["head.norm.*"],
+    "task_head.*": ["classifier.*"],
+}
+MODERNBERT = Family(
+    name="modernbert",
+    prefix="model.",
+    encoder={
+        "encoder.embeddings.word.weight": ["embeddings.tok_embeddings.weight"],
+        "encoder.embeddings.norm.*": ["embeddings.norm.*"],
+        "encoder.layers.{}.attention_norm.*": ["layers.{}.attn_norm.*"],  # not in the first layer
+        "encoder.layers.{}.attention.qkv.*": ["layers.{}.attn.Wqkv.*"],
+        "encoder.layers.{}.attention.out.*": ["layers.{}.attn.Wo.*"],
+        "encoder.layers.{}.mlp_norm.*": ["layers.{}.mlp_norm.*"],
+        "encoder.layers.{}.mlp.up.*": ["layers.{}.mlp.Wi.*"],
+        "encoder.layers.{}.mlp.down.*": ["layers.{}.mlp.Wo.*"],
+        "encoder.final_norm.*": ["final_norm.*"],
+    },
+    pooler={},
+    mlm={
+        "mlm_head.dense.*": ["head.dense.*"],
+        "mlm_head.norm.*": ["head.norm.*"],
+        "mlm_head.bias": ["decoder.bias"],
+    },
+    classify=_MODERN_HEAD,
+    span=_MODERN_HEAD,
+    tag=_MODERN_HEAD,
+    choice=_MODERN_HEAD,
+    tied={"decoder.weight": "embeddings.tok_embeddings.weight"},
+    config={
+        "vocab_size": "vocab_size",
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "intermediate": "intermediate_size",
+        "max_positions": "max_position_embeddings",
+        "layer_norm_eps": "norm_eps",
+        "activation": "hidden_activation",
+        "dropout": "embedding_dropout",
+        "attention_dropout": "attention_dropout",
+        "head_dropout": "classifier_dropout",
+        "initializer_range": "initializer_range",
+    },
+    form="modernbert",
+    model="ModernBert",
+    fixed={
+        "token_types": 0,
+        "positions": "rotary",
+        "norm": "pre",
+        "first_norm": False,
+        "gated": True,
+        "bias": False,
+        "pooler": "norm",
+    },
+    free=("rotary_base", "local_rotary_base", "window", "global_every"),
+    required={
+        "norm_bias": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "classifier_bias": False,
+        "decoder_bias": True,
+    },
+    defaults={
+        "layer_norm_eps": 1e-5,
+        "activation": "gelu",
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "head_dropout": 0.0,
+        "initializer_range": 0.02,
+        "max_positions": 8192,
+    },
+)
+ESM = Family(
+    name="esm",  # ESM-2 (Lin et al. 2023)
+    prefix="esm.",
+    encoder={
+        **_BERT_LAYERS,
+        "encoder.embeddings.word.weight": ["embeddings.word_embeddings.weight"],
+        "encoder.layers.{}.attention_norm.*": ["encoder.layer.{}.attention.LayerNorm.*"],
+        "encoder.layers.{}.mlp_norm.*": ["encoder.layer.{}.LayerNorm.*"],
+        "encoder.final_norm.*": ["encoder.emb_layer_norm_after.*"],
+    },
+    pooler={"pooler.*": ["pooler.dense.*"]},
+    mlm=ROBERTA.mlm,
+    classify=ROBERTA.classify,
+    contact={"contact_head.*": ["contact_head.regression.*"]},
+    tied={"lm_head.decoder.weight": "embeddings.word_embeddings.weight"},
+    config={
+        ours: theirs
+        for ours, theirs in _CONFIG.items()
+        if ours not in ("token_types", "head_dropout")
+    },
+    form="esm",
+    model="Esm",
+    buffer="rotary_embeddings.inv_freq",
+    fixed={
+        "token_types": 0,
+        "positions": "rotary",
+        "norm": "pre",
+        "embedding_norm": False,
+        "activation": "gelu",
+    },
+    free=("rotary_base", "rotary_precision", "zeroed_token"),
+    required={"hidden_act": "gelu", "emb_layer_norm_before": False, "is_folding_model": False},
+    defaults={
+        "layer_norm_eps": 1e-12,
+        "activation": "gelu",
+        "dropout": 0.1,
+        "attention_dropout": 0.1,
+        "initializer_range": 0.02,
+        "max_positions": 1026,
+    },
+)
+
 FAMILIES = {
-    family.name: family for family in (BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, ALBERT, DISTILBERT)
+    family.name: family
+    for family in (
+        BERT,
+        ROBERTA,
+        XLM_ROBERTA,
+        CAMEMBERT,
+        ALBERT,
+        DISTILBERT,
+        MODERNBERT,
+        ESM,
+    )
 }
 
 

@@ -1,6 +1,6 @@
-"""Imports and exports tokenizers in the formats of BERT, RoBERTa and ALBERT.
+"""Imports and exports tokenizers in the formats of BERT, RoBERTa, ALBERT, ModernBERT and ESM-2.
 
-    vocab.txt                  BERT's WordPiece: one piece in each line
+    vocab.txt                  BERT's WordPiece or ESM-2's alphabet: one piece in each line
     vocab.json, merges.txt     RoBERTa's or GPT-2's byte-level BPE
     spiece.model               ALBERT's unigram, as SentencePiece writes it
     sentencepiece.bpe.model    XLM-RoBERTa's or CamemBERT's unigram, as SentencePiece writes it
@@ -34,6 +34,7 @@ from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
 from xformer.data.tokenizers import (
     BERT_SPECIAL,
+    ESM_SPECIAL,
     HIDDEN,
     ROBERTA_SPECIAL,
     UNUSED,
@@ -47,8 +48,9 @@ FORMS = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencep
 CLASSES = re.compile(
     r"(Bert|DistilBert|Electra|MobileBert|SqueezeBert|Roberta|GPT2|Albert|XLMRoberta|Camembert)"
     r"Tokenizer(Fast)?"
-    r"|PreTrainedTokenizerFast|TokenizersBackend"
+    r"|PreTrainedTokenizerFast|TokenizersBackend|EsmTokenizer"
 )
+ESM_CLASS = "EsmTokenizer"
 UNIGRAM_CLASSES = {"xlm-roberta": "XLMRobertaTokenizer", "camembert": "CamembertTokenizer"}
 # the options of tokenizer_config.json that change ids
 OPTIONS = (
@@ -116,7 +118,7 @@ class _Source:
         if name is not None and not CLASSES.fullmatch(str(name)):
             raise BadInput(
                 f"{file}: tokenizer_class {name} is not supported; give a tokenizer of BERT, "
-                "RoBERTa, ALBERT, XLM-RoBERTa, CamemBERT or their relatives"
+                "RoBERTa, ALBERT, XLM-RoBERTa, CamemBERT, ModernBERT, ESM-2 or their relatives"
             )
         for option in OPTIONS:
             if not isinstance(options.get(option), bool | None):
@@ -243,6 +245,9 @@ def _vocab_txt(source: _Source) -> Tokenizer:
                 f"{source.file}:{number}: the piece {piece!r} occurs twice, first in line "
                 f"{seen[piece]}; remove one of them"
             )
+    if source.options.get("tokenizer_class") == ESM_CLASS or set(ESM_SPECIAL.values()) <= set(seen):
+        with _naming(source.file):
+            return vocabularies.esm(pieces)
     return _wordpiece(source, {piece: i for i, piece in enumerate(pieces)})
 
 
@@ -326,6 +331,9 @@ def _tokenizer_json(source: _Source) -> Tokenizer:
                 )
             with _naming(source.file):
                 return vocabularies.xlm_roberta(scores, charsmap)
+        if kind == "bpe" and BERT_SPECIAL["cls"] in special:
+            # ModernBERT's special tokens and added words take turns at the end of the vocabulary
+            special = {piece: token["id"] for piece, token in source.added.items()}
         vocabulary = _vocabulary(source.file, {**special, **model["vocab"]})
         if kind == "wordpiece":
             return _wordpiece(source, vocabulary)
@@ -366,7 +374,7 @@ def _kind(fast: dict[str, Any]) -> str | None:
 
     if steps == "BertNormalizer" and before == ["BertPreTokenizer"] and has(WORDPIECE):
         return "wordpiece" if normal[0].get("clean_text", True) else None
-    if not steps and before == ["ByteLevel"] and has(BPE) and "merges" in model:
+    if steps in ("", "NFC") and before == ["ByteLevel"] and has(BPE) and "merges" in model:
         return "bpe" if fast["pre_tokenizer"].get("use_regex", True) else None
     replaced = [step["pattern"] for step in normal if step["type"] == "Replace"]
     if before == ["WhitespaceSplit", "Metaspace"]:
@@ -402,7 +410,7 @@ def _normalisation(fast: Any) -> dict[str, Any]:
             "strip_accents": normal[0].get("strip_accents"),
             "tokenize_chinese_chars": normal[0].get("handle_chinese_chars"),
         }
-    if not steps and before:
+    if steps in ([], ["NFC"]) and before:
         return {"add_prefix_space": before[0].get("add_prefix_space")}
     return {"do_lower_case": "Lowercase" in steps, "keep_accents": "StripAccents" not in steps}
 
@@ -451,13 +459,14 @@ def _byte_bpe(
                     f"{place}: the merge {first!r} {second!r} does not fit the vocabulary, which "
                     f"lacks {piece!r}"
                 )
-    special = ROBERTA_SPECIAL.values()
-    if not any(piece in vocabulary for piece in special):
+    special, berts = ROBERTA_SPECIAL.values(), BERT_SPECIAL["cls"] in vocabulary
+    if not berts and not any(piece in vocabulary for piece in special):
         vocabulary |= {piece: len(vocabulary) + i for i, piece in enumerate(special)}
     prefix_space = source.options.get("add_prefix_space") or False
-    added = _added_words(source, vocabulary)
+    added, pairs = _added_words(source, vocabulary), [pair for _, pair in merges]
+    composed = bool(source.fast and _steps(source.fast.get("normalizer")))  # only NFC is accepted
     with _naming(source.file):
-        return vocabularies.byte_bpe(vocabulary, [pair for _, pair in merges], prefix_space, added)
+        return vocabularies.byte_bpe(vocabulary, pairs, prefix_space, added, composed)
 
 
 def _albert(
@@ -524,6 +533,9 @@ def export_tokenizer(
     """
     from tokenizers import processors
 
+    if tokenizer.meta["special"] == ESM_SPECIAL:
+        _export_esm(tokenizer, Path(directory), longest)
+        return
     directory, special = Path(directory), tokenizer.meta["special"]
     fast = _fast_form(tokenizer)
     flags = _flags(tokenizer)
@@ -541,7 +553,7 @@ def export_tokenizer(
     if tokenizer.kind == "wordpiece":
         text = "".join(f"{piece}\n" for piece in pieces)
         (directory / "vocab.txt").write_text(text, encoding="utf-8")
-    elif tokenizer.kind == "bpe":
+    elif tokenizer.kind == "bpe" and tokenizer.pair_separators == 2:
         merges = json.loads(fast.to_str())["model"]["merges"]
         write_json(directory / "vocab.json", {piece: i for i, piece in enumerate(pieces)})
         lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
@@ -549,7 +561,7 @@ def export_tokenizer(
     elif tokenizer.sentencepiece is not None:
         (directory / "spiece.model").write_bytes(tokenizer.sentencepiece)
     names = {f"{role}_token": piece for role, piece in special.items()}
-    if tokenizer.kind in ("bpe", "unigram"):
+    if tokenizer.kind == "unigram" or (tokenizer.kind == "bpe" and tokenizer.pair_separators == 2):
         names |= {"bos_token": special["cls"], "eos_token": special["sep"]}
     options = {
         "tokenizer_class": _transformers_class(tokenizer, segments),
@@ -564,6 +576,17 @@ def export_tokenizer(
     mask_flags = flags[special["mask"]]
     if mask_flags != dict.fromkeys(FLAGS, False):
         options["mask_token"] = {"__type": "AddedToken", "content": special["mask"], **mask_flags}
+    write_json(directory / "tokenizer_config.json", options)
+    write_json(directory / "special_tokens_map.json", names)
+
+
+def _export_esm(tokenizer: Tokenizer, directory: Path, longest: int) -> None:
+    """Write the alphabet of ESM-2 as its class of `transformers` reads it."""
+    (directory / "vocab.txt").write_text("\n".join(tokenizer.pieces), encoding="utf-8")
+    roles = {**ESM_SPECIAL, "eos": ESM_SPECIAL["sep"]}
+    names = {f"{role}_token": piece for role, piece in roles.items() if role != "sep"}
+    kept = {name: tokenizer.published[name] for name in KEPT if name in tokenizer.published}
+    options = {"tokenizer_class": ESM_CLASS, "model_max_length": longest, **kept, **names}
     write_json(directory / "tokenizer_config.json", options)
     write_json(directory / "special_tokens_map.json", names)
 
@@ -591,6 +614,8 @@ def _transformers_class(tokenizer: Tokenizer, segments: bool) -> str:
     class, which reads all rules from tokenizer.json."""
     if tokenizer.kind == "wordpiece":
         return "BertTokenizer"
+    if tokenizer.kind == "bpe" and tokenizer.pair_separators == 1:  # ModernBERT
+        return "PreTrainedTokenizerFast"
     if tokenizer.kind == "bpe" and not segments:  # RoBERTa's class gives every token the segment 0
         return "RobertaTokenizer"
     if tokenizer.form:

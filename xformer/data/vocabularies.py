@@ -12,6 +12,7 @@ from xformer.data.errors import BadInput
 from xformer.data.tokenizers import (
     ALBERT_SPECIAL,
     BERT_SPECIAL,
+    ESM_SPECIAL,
     HIDDEN,
     KINDS,
     ROBERTA_SPECIAL,
@@ -58,20 +59,27 @@ def byte_bpe(
     merges: list[tuple[str, str]],
     prefix_space: bool = False,
     added: Iterable[AddedToken] = (),
+    composed: bool = False,
 ) -> Tokenizer:
     """RoBERTa's byte-level BPE with a vocabulary (piece -> id) and a list of merges.
 
-    With `prefix_space` the first word of a text is encoded as if a space preceded it. For `added`
-    see `wordpiece`.
+    If the vocabulary has BERT's special tokens, it is ModernBERT's. With `prefix_space` the first
+    word of a text is encoded as if a space preceded it. `composed` brings text into Unicode's form
+    NFC first. For `added` see `wordpiece`.
     """
     from tokenizers import Tokenizer as Fast
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
 
     model = Fast(models.BPE(vocabulary, merges))
+    if composed:
+        model.normalizer = normalizers.NFC()
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     model.decoder = decoders.ByteLevel()
     model.add_tokens(list(added))
-    return Tokenizer({"kind": "bpe", "special": dict(ROBERTA_SPECIAL), "pair_separators": 2}, model)
+    berts = BERT_SPECIAL["cls"] in vocabulary
+    special = dict(BERT_SPECIAL if berts else ROBERTA_SPECIAL)
+    separators = 1 if berts else 2
+    return Tokenizer({"kind": "bpe", "special": special, "pair_separators": separators}, model)
 
 
 def albert(
@@ -188,6 +196,12 @@ def plus() -> Tokenizer:
         "synonyms": {"O": "K", "U": "C", "B": "X", "Z": "X"},
     }
     return Tokenizer(meta, ["[PAD]", *"ARNDCQEGHILKMFPSTWYVX", "[MASK]", "[CLS]", "[SEP]"])
+
+
+def esm(pieces: list[str]) -> Tokenizer:
+    """The alphabet of ESM-2 (Lin et al. 2023), whose pieces are in the order of their ids."""
+    meta = {"kind": "symbols", "special": dict(ESM_SPECIAL), "pair_separators": 1}
+    return Tokenizer({**meta, "separated": False}, pieces)
 
 
 def learn(

@@ -1,4 +1,4 @@
-"""The transformer encoder of the BERT family, on packed tokens.
+"""The transformer encoder of BERT and its relatives, up to ModernBERT and ESM-2, on packed tokens.
 
 The sequences of a batch lie one after another, without padding between them.
 
@@ -23,6 +23,10 @@ from xformer.ops.attention import Layout, attention
 from xformer.ops.cast_weights import cast_weights
 from xformer.ops.dropout import dropout
 from xformer.ops.padding import pad_rows
+from xformer.ops.rotary import rotary, turns
+
+Turns = tuple[Tensor, Tensor]  # see xformer.ops.rotary
+MASKED = 0.15 * 0.8  # the share of mask tokens in the training of ESM-2
 
 
 class Norm(nn.Module):
@@ -31,7 +35,7 @@ class Norm(nn.Module):
     def __init__(self, config: ModelConfig, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if config.bias else None
         self.eps = config.layer_norm_eps
         self.by_variance = config.norm_form == "variance"
 
@@ -41,7 +45,8 @@ class Norm(nn.Module):
         # PLUS divides by the square root of the standard deviation, and x.std divides by C - 1, not
         # by C (Min et al. 2019, public code).
         scale = (x.std(-1, keepdim=True) + self.eps).sqrt()
-        return self.weight * (x - x.mean(-1, keepdim=True)) / scale + self.bias
+        x = self.weight * (x - x.mean(-1, keepdim=True)) / scale
+        return x if self.bias is None else x + self.bias
 
 
 class AddNorm(Norm):
@@ -61,7 +66,7 @@ class AddNorm(Norm):
 
 
 class Embeddings(nn.Module):
-    """The sum of word, position and segment vectors, normalised (also before pre-LN layers).
+    """The sum of word, position and segment vectors, normalised (also before most pre-LN layers).
 
     Embeddings that are narrower than the layers are projected (Lan et al. 2020, section 3.1).
     """
@@ -73,23 +78,27 @@ class Embeddings(nn.Module):
         self.word = _table(config.vocab_size, E)
         self.position = _table(rows, E) if learned else None
         self.segment = _table(config.token_types, E) if config.token_types else None
-        self.norm = Norm(config, E)
+        self.norm = Norm(config, E) if config.embedding_norm else None
         self.projection = nn.Linear(E, config.hidden) if config.embedding else None
-        self.first_position = config.first_position
-        self.dropout = config.dropout
+        self.first_position, self.zeroed = config.first_position, config.zeroed_token
+        self.sinusoidal = config.positions == "sinusoidal"
+        self.dropout = 0.0 if config.dropout_form == "esm" else config.dropout
 
     def forward(self, batch: Batch[Tensor]) -> Tensor:
         """The batch's tokens as vectors, (T, C)."""
         x = self.word(batch.tokens)  # (T, E)
+        if self.zeroed is not None:
+            x = x * share_left(batch, self.zeroed)[:, None]
         positions = batch.positions + self.first_position  # (T,)
         if self.position is not None:
             x = x + self.position(positions)
-        else:
+        elif self.sinusoidal:
             x = x + sinusoids(positions, x.size(1)).to(x.dtype)
         if self.segment is not None:
             same_for_all = self.segment.num_embeddings == 1  # RoBERTa
             x = x + (self.segment.weight[0] if same_for_all else self.segment(batch.segments))
-        x = dropout(self.norm(x), self.dropout if self.training else 0.0)
+        x = x if self.norm is None else self.norm(x)
+        x = dropout(x, self.dropout if self.training else 0.0)
         return x if self.projection is None else self.projection(x)  # (T, C)
 
 
@@ -98,15 +107,19 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
-        self.out = nn.Linear(config.hidden, config.hidden)
+        self.qkv = nn.Linear(config.hidden, 3 * config.hidden, config.bias)
+        self.out = nn.Linear(config.hidden, config.hidden, config.bias)
         self.heads = config.heads
         self.dropout = config.attention_dropout
 
-    def forward(self, x: Tensor, layout: Layout, places: Tensor | None) -> Tensor:
-        """x (T, C) -> (T, C), or (P, C) for the tokens at `places` (P,)."""
+    def forward(
+        self, x: Tensor, layout: Layout, places: Tensor | None, turn: Turns | None
+    ) -> Tensor:
+        """x (T, C) -> (T, C), or (P, C) for the tokens at `places` (P,). `turn` rotates queries and
+        keys."""
         T, C = x.size()
         qkv = self.qkv(x).view(T, 3, self.heads, C // self.heads)  # (T, 3, H, D)
+        qkv = qkv if turn is None else rotary(qkv, *turn)
         y = attention(qkv, layout, self.dropout if self.training else 0.0)  # (T, H, D)
         y = y.reshape(T, C)
         return self.out(y if places is None else y.index_select(0, places))  # (T, C) or (P, C)
@@ -117,34 +130,45 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.up = nn.Linear(config.hidden, config.intermediate)
-        self.down = nn.Linear(config.intermediate, config.hidden)
-        self.activation = config.activation
+        halves = 2 if config.gated else 1
+        self.up = nn.Linear(config.hidden, halves * config.intermediate, config.bias)
+        self.down = nn.Linear(config.intermediate, config.hidden, config.bias)
+        self.activation, self.gated = config.activation, config.gated
+        self.dropout = config.dropout if config.dropout_form == "modernbert" else 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T, C) -> (T, C)."""
-        x = activate(self.up(x), self.activation)  # (T, F)
-        return self.down(x)  # (T, C)
+        if self.gated:
+            x, gate = self.up(x).chunk(2, 1)  # (T, F) each
+            x = activate(x, self.activation) * gate
+        else:
+            x = activate(self.up(x), self.activation)  # (T, F)
+        return self.down(dropout(x, self.dropout if self.training else 0.0))  # (T, C)
 
 
 class Layer(nn.Module):
     """Attention and MLP with their residuals; post-LN (BERT) or pre-LN (Xiong et al. 2020)."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, number: int):
         super().__init__()
         C, form, pre_norm = config.hidden, config.dropout_form, config.norm == "pre"
         after_attention = 0.0 if form == "distilbert" else config.dropout
-        after_mlp = 0.0 if form == "albert" else config.dropout
+        after_attention = config.attention_dropout if form == "modernbert" else after_attention
+        after_mlp = 0.0 if form in ("albert", "modernbert") else config.dropout
         self.attention = Attention(config)
         self.attention_norm = Norm(config, C) if pre_norm else AddNorm(config, C, after_attention)
+        if number == 0 and not config.first_norm:
+            self.attention_norm = nn.Identity()
         self.mlp = MLP(config)
         # A pre-LN layer adds the output of attention to the residual in mlp_norm.
         self.mlp_norm = AddNorm(config, C, after_attention if pre_norm else after_mlp)
         self.pre_norm, self.after_mlp = pre_norm, after_mlp
 
-    def forward(self, x: Tensor, layout: Layout, places: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, layout: Layout, places: Tensor | None = None, turn: Turns | None = None
+    ) -> Tensor:
         """x (T, C) -> (T, C), or (P, C) for the tokens at `places` (P,)."""
-        y = self.attention(self.attention_norm(x) if self.pre_norm else x, layout, places)
+        y = self.attention(self.attention_norm(x) if self.pre_norm else x, layout, places, turn)
         x = x if places is None else x.index_select(0, places)
         if self.pre_norm:
             normed, x = self.mlp_norm(x, y)
@@ -161,8 +185,9 @@ class Encoder(nn.Module):
         super().__init__()
         self.config = config
         self.embeddings = Embeddings(config)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.stored_layers))
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.stored_layers))
         self.final_norm = Norm(config, config.hidden) if config.norm == "pre" else None
+        self.has_window = [config.has_window(i) for i in range(config.layers)]
 
     def forward(self, batch: Batch[Tensor], places: Tensor | None = None) -> Tensor:
         """The last hidden states, (T, C), or (P, C) for the tokens at `places` (P,).
@@ -170,16 +195,30 @@ class Encoder(nn.Module):
         With `places`, the last layer computes only these tokens after its attention.
         """
         count = len(batch.tokens if places is None else places)
-        layout = Layout(batch.cu_seqlens, batch.longest)
+        windows = (0, self.config.window)  # of layers that attend to the whole row, and of others
+        layouts = [Layout(batch.cu_seqlens, batch.longest, window) for window in windows]
         batch, places = _padded(batch), None if places is None else pad_rows(places)
         x = self.embeddings(batch)  # (T, C)
+        rotations = self._rotations(batch.positions)
         weights = [cast_weights(layer) for layer in self.layers]  # in bf16, or nothing in fp32
         for i in range(self.config.layers):
             own = i % len(self.layers)  # ALBERT has one layer for all
-            inputs = x, layout, places if i == self.config.layers - 1 else None
+            last, local = i == self.config.layers - 1, self.has_window[i]
+            inputs = x, layouts[local], places if last else None, rotations[local]
             x = functional_call(self.layers[own], weights[own], inputs, tie_weights=False)
         x = x if len(x) == count else x[:count]  # without the padding
         return x if self.final_norm is None else self.final_norm(x)
+
+    def _rotations(self, positions: Tensor) -> list[Turns | None]:
+        """The rotations in layers that attend to the whole row, and in layers with a window."""
+        config = self.config
+        if config.positions != "rotary":
+            return [None, None]
+        size, precision = config.hidden // config.heads, config.rotary_precision
+        whole = turns(positions, size, config.rotary_base, precision)
+        if not config.window or config.local_rotary_base == config.rotary_base:
+            return [whole, whole]
+        return [whole, turns(positions, size, config.local_rotary_base, precision)]
 
 
 def _padded(batch: Batch[Tensor]) -> Batch[Tensor]:
@@ -195,6 +234,17 @@ def activate(x: Tensor, name: str) -> Tensor:
     if name == "relu":
         return F.relu(x)
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+def share_left(batch: Batch[Tensor], zeroed: int) -> Tensor:
+    """The factor of each token's embedding, (T,): 0 for the token `zeroed`, and for others the mean
+    factor in the training of ESM-2 over that of their row (Lin et al. 2023, public code)."""
+    ends, token = batch.cu_seqlens, torch.arange(len(batch.tokens), device=batch.tokens.device)
+    kept = batch.tokens != zeroed
+    before = F.pad(kept.cumsum(0), (1, 0)).index_select(0, ends)  # (N + 1,)
+    mean = before.diff() / ends.diff().clamp(min=1)  # (N,)
+    row = torch.searchsorted(ends[1:], token, right=True).clamp(max=len(ends) - 2)
+    return torch.where(kept, (1 - MASKED) / mean.index_select(0, row), 0.0)
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:

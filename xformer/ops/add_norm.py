@@ -17,27 +17,29 @@ from xformer.ops.library import define, differentiate, named
 
 @named
 def add_norm(
-    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float, rate: float = 0.0
+    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rate: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """LayerNorm(z) and z = x + dropout(y) (Ba et al. 2016, section 3).
 
     A post-LN layer uses the first result (Vaswani et al. 2017, section 5.4). A pre-LN layer uses
-    both (Xiong et al. 2020). x, y: (T, C) of floating types, T may be 0. weight, bias: (C,). `rate`
-    is the dropout rate of y. Returns two tensors (T, C). They can be differentiated once; `plain`
-    can be differentiated twice. Raises ValueError for other shapes.
+    both (Xiong et al. 2020). x, y: (T, C) of floating types, T may be 0. weight: (C,). bias:
+    (C,) or None. `rate` is the dropout rate of y. Returns two tensors (T, C). They can be
+    differentiated once; `plain` can be differentiated twice. Raises ValueError for other shapes.
     """
-    if x.dim() != 2 or x.shape != y.shape or not x.shape[1:] == weight.shape == bias.shape:
-        shapes = [tuple(tensor.shape) for tensor in (x, y, weight, bias)]
+    affine = (weight,) if bias is None else (weight, bias)
+    if x.dim() != 2 or x.shape != y.shape or any(x.shape[1:] != v.shape for v in affine):
+        shapes = [tuple(tensor.shape) for tensor in (x, y, *affine)]
         raise ValueError(f"add_norm takes (T, C), (T, C), (C,) and (C,), not {shapes}")
-    if native.serves(x, y, weight, bias) and {x.dtype, weight.dtype, bias.dtype} == {torch.float32}:
+    if native.serves(x, y, *affine) and {v.dtype for v in (x, *affine)} == {torch.float32}:
         seed = dropout.new_seed() if rate > 0.0 else None
+        bias = torch.zeros_like(weight) if bias is None else bias
         out, z, _ = _in_cpp(x, y, weight, bias, eps, rate, seed)
         return out, z
     z = x + dropout.dropout(y, rate)
     return plain(z, weight, bias, eps), z
 
 
-def plain(z: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def plain(z: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm by PyTorch's operation."""
     return F.layer_norm(z, z.shape[1:], weight, bias, eps)
 

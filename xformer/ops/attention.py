@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -29,12 +29,14 @@ class Layout:
     """Where the sequences of a packed batch lie: sequence i is tokens cu_seqlens[i] up to
     cu_seqlens[i + 1].
 
-    `longest` is the length of the longest sequence. Raises ValueError if `cu_seqlens` is not
-    (N + 1,) int32 and contiguous.
+    `longest` is the length of the longest sequence. With a `window` a token attends only to itself
+    and to `window` tokens on each side (Beltagy et al. 2020); 0 is no window. Raises ValueError if
+    `cu_seqlens` is not (N + 1,) int32 and contiguous.
     """
 
     cu_seqlens: Tensor  # (N + 1,) int32, on the batch's device
     longest: int
+    window: int = 0
 
     def __post_init__(self) -> None:
         ends = self.cu_seqlens
@@ -53,7 +55,8 @@ def layout(boundaries: Sequence[int] | np.ndarray, device: torch.device | str = 
 
 @named
 def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v within each sequence (Vaswani et al. 2017, section 3.2.1).
+    """softmax(q k^T / sqrt(D)) v within each sequence (Vaswani et al. 2017, section 3.2.1), or
+    within a window around each token.
 
     qkv: (T, 3, H, D), fp64, fp32, bf16 or fp16. Returns (T, H, D) of the same type. `dropout` is
     the rate at which probabilities are dropped. On the CPU there may be tokens after the last
@@ -65,12 +68,13 @@ def attention(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
         raise ValueError(f"attention takes (T, 3, H, D), not {tuple(qkv.shape)}")
     if native.serves(qkv):
         seed = dropouts.new_seed() if dropout > 0.0 else None
-        return _in_cpp(qkv, layout.cu_seqlens, layout.longest, dropout, seed)[0]
+        return _in_cpp(qkv, layout.cu_seqlens, layout.longest, layout.window, dropout, seed)[0]
     if qkv.is_cuda and layout.longest and not native.plain_is_asked():
         half = qkv.dtype in (torch.bfloat16, torch.float16)
         if half and qkv.size(3) <= 256 and "flash" not in untrusted:
             return _flash(qkv, layout, dropout)
-        if qkv.dtype == torch.float32 and dropout == 0.0 and "efficient" not in untrusted:
+        single = qkv.dtype == torch.float32 and not layout.window
+        if single and dropout == 0.0 and "efficient" not in untrusted:
             return _efficient(qkv, layout)
     if qkv.device.type == "cpu" and type(qkv) is Tensor and not torch.compiler.is_compiling():
         return _run_by_run(qkv, layout, dropout)
@@ -116,7 +120,8 @@ def _run_by_run(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
         lengths = list(run)
         run_bounds, begin = layout.cu_seqlens[i : i + len(lengths) + 1], bounds[i]
         part = qkv[begin : bounds[i + len(lengths)]]
-        out.append(plain(part, Layout(run_bounds - begin, max(lengths)), dropout, seed, begin))
+        where = replace(layout, cu_seqlens=run_bounds - begin, longest=max(lengths))
+        out.append(plain(part, where, dropout, seed, begin))
         i += len(lengths)
     after = qkv[bounds[-1] :, 0]  # tokens after the last sequence, which get a gradient of 0
     return torch.cat([*out, after.masked_fill(torch.ones((), dtype=torch.bool), 0.0)])
@@ -146,6 +151,8 @@ def _probabilities(qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     scores = q / math.sqrt(qkv.size(3)) @ k.transpose(2, 3)  # (N, H, L, L)
     real = (position < sizes)[:, None, None]  # (N, 1, 1, L)
     # Not -inf: an empty sequence has no real key, and the gradient of its softmax would be NaN.
+    if layout.window:
+        real = real & ((position[:, None] - position).abs() <= layout.window)  # (N, 1, L, L)
     scores = scores.masked_fill(~real, torch.finfo(scores.dtype).min)
     return torch.softmax(scores, -1), v
 
@@ -176,15 +183,21 @@ def check_kernels(device: torch.device) -> str:
     A kernel that fails or differs is not used in this process. Returns a sentence that says so, or
     "" if both agree. It runs on a tiny batch, once at the start of a command.
     """
-    kernels = {"flash": (_flash, torch.bfloat16, 2e-2), "efficient": (_efficient, SINGLE, 1e-4)}
+    kernels = {
+        "flash": (_flash, torch.bfloat16, 2e-2, (0, 2)),
+        "efficient": (_efficient, SINGLE, 1e-4, (0,)),
+    }
     problems = []
-    for name, (kernel, dtype, bound) in kernels.items():
-        where = layout([0, 4, 4, 11], device)
+    for name, (kernel, dtype, bound, windows) in kernels.items():
         qkv = torch.linspace(-2.0, 2.0, 11 * 3 * 2 * 20, device=device).sin().view(11, 3, 2, 20)
-        wanted = _with_gradient(plain, qkv.to(dtype).float(), where)
+        errors = []
         try:
-            error = (_with_gradient(kernel, qkv.to(dtype), where) - wanted).abs().max().item()
-            problem = "" if error < bound else f"is off by {error:.1e}"
+            for window in windows:
+                where = replace(layout([0, 4, 4, 11], device), window=window)
+                wanted = _with_gradient(plain, qkv.to(dtype).float(), where)
+                given = _with_gradient(kernel, qkv.to(dtype), where)
+                errors.append((given - wanted).abs().max().item())
+            problem = "" if max(errors) < bound else f"is off by {max(errors):.1e}"
         except (RuntimeError, TypeError, AttributeError) as failure:
             problem = f"fails ({str(failure).strip().splitlines()[0]})"
         if problem:
@@ -206,9 +219,11 @@ def _flash(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
     """FlashAttention-2 (Dao 2023), as PyTorch ships it: for 16 bits and heads of at most 256."""
     D = qkv.size(3)
     q, k, v = _padded(qkv, 8).unbind(1)  # (T, H, D) each
-    ends, longest = layout.cu_seqlens, layout.longest
+    ends, longest, options = layout.cu_seqlens, layout.longest, {"scale": 1 / math.sqrt(D)}
+    if layout.window:
+        options |= {"window_size_left": layout.window, "window_size_right": layout.window}
     out = torch.ops.aten._flash_attention_forward(
-        q, k, v, ends, ends, longest, longest, dropout, False, False, scale=1 / math.sqrt(D)
+        q, k, v, ends, ends, longest, longest, dropout, False, False, **options
     )[0]
     return out if out.size(2) == D else out.narrow(2, 0, D)  # a view adds a backward kernel
 
@@ -216,6 +231,7 @@ def _flash(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
 def _efficient(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
     """Memory-efficient attention (Rabe & Staats 2021), as PyTorch ships it: for fp32.
 
+    It is not used with a window: its own windows end at the query.
     It is not used with dropout: on packed sequences its forward and backward passes number the
     random draws differently (pytorch issue 115590), so that their masks would differ.
     """
@@ -242,11 +258,11 @@ def _padded(qkv: Tensor, multiple: int) -> Tensor:
 
 
 def _attention(
-    qkv: Tensor, cu_seqlens: Tensor, longest: int, rate: float, seed: Tensor | None
+    qkv: Tensor, cu_seqlens: Tensor, longest: int, window: int, rate: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The output, and (T, H, 2): each token's largest score and 1 / the sum of its exponentials."""
     out, sums = _empty_results(qkv)
-    sizes = *qkv.size()[:1], len(cu_seqlens) - 1, *qkv.size()[2:], longest
+    sizes = *qkv.size()[:1], len(cu_seqlens) - 1, *qkv.size()[2:], longest, window
     if native.call("attention", qkv.dtype, qkv, cu_seqlens, out, sums, *sizes, rate, seed):
         raise ValueError(_misfit(len(qkv), longest))
     return out, sums
@@ -263,12 +279,13 @@ def _attention_backward(
     cu_seqlens: Tensor,
     sums: Tensor,
     longest: int,
+    window: int,
     rate: float,
     seed: Tensor | None,
 ) -> Tensor:
     """The gradient of qkv. Probabilities and dropout masks are computed again (Dao 2023)."""
     d_qkv = torch.empty_like(qkv)
-    sizes = *qkv.size()[:1], len(cu_seqlens) - 1, *qkv.size()[2:], longest
+    sizes = *qkv.size()[:1], len(cu_seqlens) - 1, *qkv.size()[2:], longest, window
     tensors = qkv, cu_seqlens, sums, d_out, d_qkv
     if native.call("attention_backward", qkv.dtype, *tensors, *sizes, rate, seed):
         raise ValueError(_misfit(len(qkv), longest))
@@ -276,15 +293,16 @@ def _attention_backward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, cu_seqlens, ctx.longest, ctx.rate, seed = inputs
+    qkv, cu_seqlens, ctx.longest, ctx.window, ctx.rate, seed = inputs
     ctx.save_for_backward(qkv, cu_seqlens, output[1], seed)
 
 
 def _backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     native.refuse_second_derivative("attention")
     qkv, cu_seqlens, sums, seed = ctx.saved_tensors
-    d_qkv = _backward_in_cpp(d_out.contiguous(), qkv, cu_seqlens, sums, ctx.longest, ctx.rate, seed)
-    return d_qkv, None, None, None, None
+    sizes = ctx.longest, ctx.window, ctx.rate
+    d_qkv = _backward_in_cpp(d_out.contiguous(), qkv, cu_seqlens, sums, *sizes, seed)
+    return d_qkv, None, None, None, None, None
 
 
 _in_cpp = define(_attention, lambda qkv, *_: _empty_results(qkv))

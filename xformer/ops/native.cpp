@@ -1,5 +1,5 @@
-// The operations of this folder in C++, for the CPU: attention, LayerNorm of a residual sum, dropout,
-// and the loss over a vocabulary. They do the work between the large matrix products of a step.
+// The operations of this folder in C++, for the CPU: attention, rotary positions, LayerNorm of a residual
+// sum, dropout, and the loss over a vocabulary. They do the work between the large matrix products of a step.
 //
 // setup.py compiles this file when the package is installed, and native.py calls what is extern "C".
 // A matrix (rows, columns) is stored row by row without gaps. Its numbers are float or bf16. bf16 is
@@ -266,13 +266,35 @@ int64_t longest_of(const int32_t* ends, int64_t N, int64_t tokens, int64_t limit
     return longest;
 }
 
+// The keys that a block of queries attends to, from `first` (the first of a vector) up to, not including,
+// `end`. A query attends to `window` keys on each side of itself, or to all L keys if `window` is 0.
+struct Reach {
+    int64_t window, first, end;
+
+    Reach(int64_t window, int64_t start, int64_t count, int64_t L)
+        : window(window),
+          first(window ? std::max<int64_t>(0, start - window) / LANES * LANES : 0),
+          end(window ? std::min(L, start + count + window) : L) {}
+
+    int64_t columns() const { return whole(end - first, LANES); }
+
+    // Sets a row of scores, from key `first` on, to -infinity outside the window of a query.
+    void hide(float* s, int64_t query) const {
+        int64_t from = window ? std::max<int64_t>(0, query - window - first) : 0;
+        int64_t to = (window ? std::min(end, query + window + 1) : end) - first;
+        std::fill(s, s + from, -INFINITY);
+        std::fill(s + to, s + columns(), -INFINITY);
+    }
+};
+
 // out = dropout(softmax(q k^T / sqrt(D))) v for N packed sequences with T tokens and H heads. Sequence i
 // is the rows from ends[i] up to, not including, ends[i + 1]. qkv is (T, 3, H, D) and out (T, H, D).
 // Rows after the last sequence become 0. `sums` (T, H, 2) receives the largest score of each row, and
-// 1 / the sum of its exponentials. Returns 1, and writes nothing, if `ends` is wrong (see `longest_of`).
+// 1 / the sum of its exponentials. `window` is explained at `Reach`. Returns 1, and writes nothing, if `ends`
+// is wrong (see `longest_of`).
 template <class T>
 int attention(const T* qkv, const int32_t* ends, T* out, float* sums, int64_t tokens, int64_t N,
-              int64_t H, int64_t D, int64_t limit, double rate, const int64_t* seed) {
+              int64_t H, int64_t D, int64_t limit, int64_t window, double rate, const int64_t* seed) {
     int64_t longest = longest_of(ends, N, tokens, limit);
     if (longest < 0) return 1;
     std::fill(out + ends[N] * H * D, out + tokens * H * D, T{});
@@ -291,29 +313,33 @@ int attention(const T* qkv, const int32_t* ends, T* out, float* sums, int64_t to
                 Mask head = mask.of(h);
                 for (int64_t start = 0; start < L; start += BLOCK) {
                     int64_t count = std::min(BLOCK, L - start), tall = whole(count, TALL);
-                    product(room.q + start * W, W, 1, room.kt, LANES, D * LANES, room.s, room.line, tall,
-                            rows, D, false);
+                    Reach reach(window, start, count, L);
+                    int64_t key = reach.first, columns = reach.columns();
+                    product(room.q + start * W, W, 1, room.kt + key * D, LANES, D * LANES, room.s,
+                            room.line, tall, columns, D, false);
                     for (int64_t r = 0; r < count; r++) {
                         float *s = room.s + r * room.line, top = -INFINITY, sum = 0.0f;
                         Row row(head, first + start + r);
-                        std::fill(s + L, s + rows, -INFINITY);
+                        reach.hide(s, start + r);
 #pragma omp simd reduction(max : top)
-                        for (int64_t c = 0; c < rows; c++) top = s[c] > top ? s[c] : top;
+                        for (int64_t c = 0; c < columns; c++) top = s[c] > top ? s[c] : top;
 #pragma omp simd reduction(+ : sum)
-                        for (int64_t c = 0; c < rows; c++) sum += s[c] = exp_of(s[c] - top);
+                        for (int64_t c = 0; c < columns; c++) sum += s[c] = exp_of(s[c] - top);
                         float factor = 1.0f / sum;
                         if (mask.below) {
 #pragma omp simd
-                            for (int64_t c = 0; c < rows; c++) s[c] = row.dropout(s[c] * factor, c);
+                            for (int64_t c = 0; c < columns; c++)
+                                s[c] = row.dropout(s[c] * factor, key + c);
                         } else {
 #pragma omp simd
-                            for (int64_t c = 0; c < rows; c++) s[c] *= factor;
+                            for (int64_t c = 0; c < columns; c++) s[c] *= factor;
                         }
                         float* kept = sums + 2 * ((first + start + r) * H + h);
                         kept[0] = top;
                         kept[1] = factor;
                     }
-                    product(room.s, room.line, 1, room.v, W, LANES, room.d, W, tall, W, L, false);
+                    product(room.s, room.line, 1, room.v + key * W, W, LANES, room.d, W, tall, W,
+                            reach.end - key, false);
                     scatter(room.d, W, count, D, 1, out + ((first + start) * H + h) * D, H * D);
                 }
             }
@@ -324,8 +350,8 @@ int attention(const T* qkv, const int32_t* ends, T* out, float* sums, int64_t to
 // The gradient of qkv, given that of out. Probabilities are recomputed from `sums` (Dao 2023, section 3).
 template <class T>
 int attention_backward(const T* qkv, const int32_t* ends, const float* sums, const T* d_out, T* d_qkv,
-                       int64_t tokens, int64_t N, int64_t H, int64_t D, int64_t limit, double rate,
-                       const int64_t* seed) {
+                       int64_t tokens, int64_t N, int64_t H, int64_t D, int64_t limit, int64_t window,
+                       double rate, const int64_t* seed) {
     int64_t longest = longest_of(ends, N, tokens, limit);
     if (longest < 0) return 1;
     std::fill(d_qkv + ends[N] * 3 * H * D, d_qkv + tokens * 3 * H * D, T{});
@@ -343,22 +369,29 @@ int attention_backward(const T* qkv, const int32_t* ends, const float* sums, con
                 gather(d_out + (first * H + h) * D, H * D, L, D, 1, rows, W, room.d);
                 transpose(room.k, rows, D, W, room.kt);
                 transpose(room.v, rows, D, W, room.vt);
+                if (window) {  // a block adds only to the gradients of the keys in its reach
+                    std::fill(room.dk, room.dk + rows * W, 0.0f);
+                    std::fill(room.dv, room.dv + rows * W, 0.0f);
+                }
                 Mask head = mask.of(h);
                 for (int64_t start = 0; start < L; start += BLOCK) {
                     int64_t count = std::min(BLOCK, L - start), tall = whole(count, TALL);
                     const float *q = room.q + start * W, *d = room.d + start * W;
-                    product(q, W, 1, room.kt, LANES, D * LANES, room.s, line, tall, rows, D, false);
-                    product(d, W, 1, room.vt, LANES, D * LANES, room.ds, line, tall, rows, D, false);
+                    Reach reach(window, start, count, L);
+                    int64_t key = reach.first, columns = reach.columns();
+                    const float *kt = room.kt + key * D, *vt = room.vt + key * D;
+                    product(q, W, 1, kt, LANES, D * LANES, room.s, line, tall, columns, D, false);
+                    product(d, W, 1, vt, LANES, D * LANES, room.ds, line, tall, columns, D, false);
                     for (int64_t r = 0; r < count; r++) {
                         float *s = room.s + r * line, *ds = room.ds + r * line, sum = 0.0f;
                         const float* kept = sums + 2 * ((first + start + r) * H + h);
                         float top = kept[0], factor = kept[1];
                         Row row(head, first + start + r);
-                        std::fill(s + L, s + rows, -INFINITY);
+                        reach.hide(s, start + r);
                         if (mask.below) {
 #pragma omp simd reduction(+ : sum)
-                            for (int64_t c = 0; c < rows; c++) {
-                                float p = exp_of(s[c] - top) * factor, left = row.dropout(1.0f, c);
+                            for (int64_t c = 0; c < columns; c++) {
+                                float p = exp_of(s[c] - top) * factor, left = row.dropout(1.0f, key + c);
                                 float g = ds[c] * left;
                                 sum += p * g;
                                 // the sign stores whether dropout kept it, for the loop below
@@ -366,30 +399,61 @@ int attention_backward(const T* qkv, const int32_t* ends, const float* sums, con
                                 ds[c] = g;
                             }
 #pragma omp simd
-                            for (int64_t c = 0; c < rows; c++) {
+                            for (int64_t c = 0; c < columns; c++) {
                                 float p = std::fabs(s[c]);
                                 ds[c] = p * (ds[c] - sum);
                                 s[c] = s[c] < 0.0f ? 0.0f : p * head.scale;
                             }
                         } else {
 #pragma omp simd reduction(+ : sum)
-                            for (int64_t c = 0; c < rows; c++) {
+                            for (int64_t c = 0; c < columns; c++) {
                                 s[c] = exp_of(s[c] - top) * factor;
                                 sum += s[c] * ds[c];
                             }
 #pragma omp simd
-                            for (int64_t c = 0; c < rows; c++) ds[c] = s[c] * (ds[c] - sum);
+                            for (int64_t c = 0; c < columns; c++) ds[c] = s[c] * (ds[c] - sum);
                         }
                     }
-                    product(room.s, 1, line, d, W, LANES, room.dv, W, rows, W, count, start > 0);
-                    product(room.ds, 1, line, q, W, LANES, room.dk, W, rows, W, count, start > 0);
-                    product(room.ds, line, 1, room.k, W, LANES, room.dq + start * W, W, tall, W, L, false);
+                    bool add = window || start > 0;
+                    float *dv = room.dv + key * W, *dk = room.dk + key * W, *dq = room.dq + start * W;
+                    product(room.s, 1, line, d, W, LANES, dv, W, columns, W, count, add);
+                    product(room.ds, 1, line, q, W, LANES, dk, W, columns, W, count, add);
+                    product(room.ds, line, 1, room.k + key * W, W, LANES, dq, W, tall, W, reach.end - key,
+                            false);
                 }
                 T* to = d_qkv + (first * 3 * H + h) * D;
                 scatter(room.dq, W, L, D, scale, to, 3 * H * D);
                 scatter(room.dk, W, L, D, 1, to + H * D, 3 * H * D);
                 scatter(room.dv, W, L, D, 1, to + 2 * H * D, 3 * H * D);
             }
+    }
+    return 0;
+}
+
+// ------------------------------------------------------------------------------------- rotary positions
+
+// out = qkv (T, 3, H, D) with queries and keys rotated: elements i and i + D / 2 of a head by angle i of
+// their token. `cosines` and `sines` are (T, D / 2). `sign` -1 turns back, as the backward pass does.
+template <class T>
+int rotary(const T* qkv, const float* cosines, const float* sines, T* out, int64_t tokens, int64_t H,
+           int64_t D, double sign) {
+    int64_t half = D / 2;
+#pragma omp parallel for schedule(static) if (tokens * H * D > FEW)
+    for (int64_t t = 0; t < tokens; t++) {
+        const float *c = cosines + t * half, *s = sines + t * half;
+        const T* from = qkv + t * 3 * H * D;
+        T* to = out + t * 3 * H * D;
+        for (int64_t h = 0; h < 2 * H; h++) {
+            const T *a = from + h * D, *b = a + half;
+            T *x = to + h * D, *y = x + half;
+#pragma omp simd
+            for (int64_t i = 0; i < half; i++) {
+                float p = read(a[i]), q = read(b[i]), sine = float(sign) * s[i];
+                write(x[i], p * c[i] - q * sine);
+                write(y[i], q * c[i] + p * sine);
+            }
+        }
+        std::copy(from + 2 * H * D, from + 3 * H * D, to + 2 * H * D);
     }
     return 0;
 }
@@ -558,6 +622,7 @@ const char* xformer_build = XFORMER_BUILD;
 EXPORT(dropout)
 EXPORT(attention)
 EXPORT(attention_backward)
+EXPORT(rotary)
 EXPORT(add_norm)
 EXPORT(add_norm_backward)
 EXPORT(cross_entropy)

@@ -31,8 +31,9 @@ TYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 PASSED: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "d": ctypes.c_double}
 FUNCTIONS = {  # the pointers, integers and doubles that each function of native.cpp takes
     "dropout": "ppnndp",
-    "attention": "ppppnnnnndp",
-    "attention_backward": "pppppnnnnndp",
+    "attention": "ppppnnnnnndp",
+    "attention_backward": "pppppnnnnnndp",
+    "rotary": "ppppnnnd",
     "add_norm": "pppppppnnddp",
     "add_norm_backward": "pppppppppnndp",
     "cross_entropy": "ppppppnnnn",

@@ -103,6 +103,9 @@ def transplant(checkpoint: Checkpoint, source: str) -> Checkpoint:
     if BIAS in weights:
         weights[BIAS] = other.weights.get(BIAS, torch.zeros(len(theirs)))
     config = checkpoint.config.model_copy(update={"vocab_size": len(theirs)})
+    if config.zeroed_token is not None:
+        mask = other.tokenizer.special["mask"]
+        config = config.model_copy(update={"zeroed_token": mask})
     return replace(checkpoint, config=config, weights=weights, tokenizer=other.tokenizer)
 
 

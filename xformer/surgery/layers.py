@@ -23,7 +23,9 @@ LAYERS = "encoder.layers."
 @operation
 def reverse_layers(checkpoint: Checkpoint) -> Checkpoint:
     """Reverse the order of the layers (Zhang et al. 2021, section 3, table 1)."""
-    return _with_layers(checkpoint, range(count_layers(checkpoint.config), 0, -1))
+    order = range(count_layers(checkpoint.config), 0, -1)
+    check_order(checkpoint.config, order)
+    return _with_layers(checkpoint, order)
 
 
 def check_one_choice(**choices: object) -> None:
@@ -68,7 +70,25 @@ def layers_to_keep(
         raise BadInput(
             f"layers={list(layers or ())}: give at least one layer, each once, in ascending order"
         )
+    check_order(config, layers)
     return layers
+
+
+def check_order(config: ModelConfig, order: Sequence[int]) -> None:
+    """Raise BadInput unless these layers, in this order, can be a model's: each must have the
+    window that it was trained with, and the first layer may be the one without a norm."""
+    for place, layer in enumerate(order, 1):
+        if config.has_window(layer - 1) != config.has_window(place - 1):
+            has = "has a window" if config.has_window(layer - 1) else "attends to the whole row"
+            raise BadInput(
+                f"layer {layer} {has} and cannot become layer {place}: in this model every "
+                f"{config.global_every}th layer attends to the whole row, from the first on"
+            )
+        if not config.first_norm and (layer == 1) != (place == 1):
+            raise BadInput(
+                f"layer {layer} cannot become layer {place}: the first layer of this model, and "
+                "no other, has no LayerNorm before attention"
+            )
 
 
 @operation
@@ -134,7 +154,8 @@ def reinit_head(
         changed.view(shape)[:, head - 1] = fresh.view(shape)[:, head - 1]
         return changed
 
-    return replace_weights(checkpoint, [attention + name for name in leading], with_fresh_head)
+    names = [attention + name for name in leading if attention + name in checkpoint.weights]
+    return replace_weights(checkpoint, names, with_fresh_head)
 
 
 def check_attention_head(config: ModelConfig, layer: int, head: int) -> None:
@@ -156,7 +177,7 @@ def shape_after(config: ModelConfig, steps: Sequence[Operation]) -> ModelConfig:
                 count = len(layers_to_keep(config, **step.arguments))
                 config = config.model_copy(update={"layers": count})
             elif step.op == "reverse_layers":
-                count_layers(config)
+                check_order(config, range(count_layers(config), 0, -1))
             elif step.op == "reinit_last_layers":
                 check_from_layer(config, step.arguments["from_layer"])
             elif step.op == "reinit_head":
@@ -186,8 +207,13 @@ def _layer_of(name: str) -> int:
 
 
 def _with_layers(checkpoint: Checkpoint, order: Sequence[int]) -> Checkpoint:
-    """The checkpoint with these layers in this order. Weights are renamed, not copied."""
-    weights = {name: weight for name, weight in checkpoint.weights.items() if not _layer_of(name)}
+    """The checkpoint with these layers in this order. Weights are renamed, not copied. The contact
+    head of an ESM-2, which reads the attention maps of all layers, is left out."""
+    weights = {
+        name: weight
+        for name, weight in checkpoint.weights.items()
+        if not _layer_of(name) and not name.startswith("contact_head.")
+    }
     for new_index, layer in enumerate(order):
         old_prefix, new_prefix = f"{LAYERS}{layer - 1}.", f"{LAYERS}{new_index}."
         for name, weight in checkpoint.weights.items():

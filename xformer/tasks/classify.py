@@ -10,7 +10,7 @@ import warnings
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from xformer.data.batch import Batch, Workload
 from xformer.data.store import UNLABELLED, UNSEEN, Split
@@ -24,7 +24,6 @@ from xformer.tasks.task import (
     Predictions,
     Table,
     Task,
-    features,
     labelled,
     no_labels,
     of_rows,
@@ -37,16 +36,10 @@ class Pooled(Task):
 
     reads_pooled = True
 
-    def modules(self, config: ModelConfig) -> dict[str, nn.Module]:
-        C, heads = features(config), super().modules(config)
-        if config.architecture == "transformer" and config.pooler != "none":
-            heads["pooler"] = nn.Linear(C, C)
-        return heads
-
     def dropouts(self, config: ModelConfig) -> tuple[float, float]:
         """The dropout rates before the pooler and before the head."""
         rate = config.before_head
-        return rate if config.dropout_form == "roberta" else 0.0, rate
+        return rate if config.dropout_form in ("roberta", "esm") else 0.0, rate
 
     def logits(self, model: Model, batch: Batch[Tensor]) -> Tensor:
         """(N, outputs)"""
@@ -61,11 +54,6 @@ class Pooled(Task):
 
     def tokens_read(self, work: Workload) -> int:
         return work.rows
-
-    def head_flops(self, config: ModelConfig, work: Workload) -> int:
-        C = config.hidden
-        pooler = 2 * C * C * work.rows if config.pooler != "none" else 0
-        return pooler + super().head_flops(config, work)
 
     def has_unlabelled(self, split: Split) -> bool:
         return bool((np.asarray(split.columns["label"]) < 0).any())

@@ -28,7 +28,7 @@ class MLMHead(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.dense = nn.Linear(config.hidden, config.width)
+        self.dense = nn.Linear(config.hidden, config.width, config.bias)
         self.norm = Norm(config, config.width)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.activation = config.activation

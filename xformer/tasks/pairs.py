@@ -20,7 +20,7 @@ from xformer.model.config import ModelConfig
 from xformer.ops.padding import pad_rows
 from xformer.tasks.classify import classification, known_rows, log_softmax, losses_of
 from xformer.tasks.mlm import MLM
-from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions
+from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Pooler, Predictions
 
 
 class Pairs(MLM):
@@ -35,7 +35,7 @@ class Pairs(MLM):
     def modules(self, config: ModelConfig) -> dict[str, nn.Module]:
         C, heads = config.hidden, super().modules(config)
         if config.pooler != "none":
-            heads["pooler"] = nn.Linear(C, C)
+            heads["pooler"] = Pooler(config)
         return heads | {"pair_head": nn.Linear(C, 2)}
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:

@@ -70,7 +70,8 @@ class Span(Task):
         """(T, 2): logits of being the first and the last token of the answer."""
         config = model.config
         rate = config.dropout if config.dropout_form == "distilbert" else 0.0
-        logits: Tensor = model.task_head(model.drop(model.encoder(batch), rate))
+        rate = config.before_head if config.dropout_form == "modernbert" else rate
+        logits: Tensor = model.task_head(model.drop(model.states(model.encoder(batch)), rate))
         return logits
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:

@@ -52,8 +52,8 @@ class Tag(Task):
 
     def logits(self, model: Model, batch: Batch[Tensor]) -> Tensor:
         """(M, K) for the labelled tokens, or (T, K) for all if the batch has no `places`."""
-        x = model.drop(model.encoder(batch, places=batch.places), dropout_of_tokens(model))
-        logits: Tensor = model.task_head(x)
+        x = model.states(model.encoder(batch, places=batch.places))
+        logits: Tensor = model.task_head(model.drop(x, dropout_of_tokens(model)))
         return logits
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:

@@ -20,12 +20,13 @@ from xformer.data.errors import BadInput, Failure
 from xformer.data.store import Ragged, Split
 from xformer.data.tags import IGNORED
 from xformer.model.config import ModelConfig
-from xformer.model.encoder import Encoder
+from xformer.model.encoder import Encoder, Norm, activate
 from xformer.model.hilbert import FEATURES, HilbertCNN
 from xformer.model.padded import packed
 from xformer.ops.dropout import dropout
 
-HEADS = ("mlm_head", "pooler", "pair_head", "task_head")  # in the order of a model's weights
+# in the order of a model's weights
+HEADS = ("mlm_head", "pooler", "pair_head", "contact_head", "task_head")
 HIGHER, LOWER = 1, -1  # which values of a metric are better
 Table = dict[str, list[str]]  # column name -> one text per row
 
@@ -182,7 +183,15 @@ class Task(ABC):
 
     def modules(self, config: ModelConfig) -> dict[str, nn.Module]:
         """The heads that the task adds to an encoder; the names are from HEADS."""
-        return {"task_head": nn.Linear(features(config), self.outputs)}
+        heads: dict[str, nn.Module] = {"task_head": nn.Linear(features(config), self.outputs)}
+        return heads | ({"pooler": Pooler(config)} if self.has_pooler(config) else {})
+
+    def has_pooler(self, config: ModelConfig) -> bool:
+        """Whether the task's own head reads hidden states through the pooler. In ModernBERT every
+        head does."""
+        if config.architecture == "hilbert_cnn":
+            return False
+        return config.pooler == "norm" or (self.reads_pooled and config.pooler != "none")
 
     @abstractmethod
     def logits(self, model: Model, batch: Batch[Tensor]) -> Tensor:
@@ -198,7 +207,8 @@ class Task(ABC):
 
     def head_flops(self, config: ModelConfig, work: Workload) -> int:
         """Floating-point operations of the task's heads in a forward pass; matrix products only."""
-        return 2 * config.hidden * self.outputs * self.tokens_read(work)
+        C = config.hidden
+        return 2 * C * (self.outputs + C * self.has_pooler(config)) * self.tokens_read(work)
 
     # ---------------------------------------------------------------------------------- outputs
 
@@ -296,20 +306,38 @@ class Task(ABC):
         return as_table(table if gold is None else table | {"gold": gold})
 
 
+class Pooler(nn.Linear):
+    """A dense layer and its activation, below a head (see `ModelConfig.pooler`)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config.hidden, config.hidden, config.bias)
+        self.kind, self.activation = config.pooler, config.activation
+        self.norm = Norm(config, config.hidden) if config.pooler == "norm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (N, C) -> (N, C)."""
+        y = super().forward(x)
+        if self.norm is not None:
+            return self.norm(activate(y, self.activation))
+        return torch.relu(y) if self.kind == "relu" else torch.tanh(y)
+
+
 class Model(nn.Module):
     """An encoder, or a HilbertCNN (`cnn`) in its place, with the heads of a task.
 
     `model(batch)` is the loss of a packed batch. `model(ids, mask)` are the hidden states of padded
     tensors, for programs with loops of their own; see `hidden`.
 
-    `parts` names further heads that a checkpoint keeps: "pooler", and "pair_head", which predicts
-    whether the second of two texts follows the first.
+    `parts` names further heads that a checkpoint keeps: "pooler", "pair_head", which predicts
+    whether the second of two texts follows the first, and "contact_head", which ESM-2 has to
+    predict contacts from attention maps (it is kept for export, and nothing here uses it).
     """
 
     # each is a module, or None if neither the task nor `parts` has it
     mlm_head: Any
     pooler: Any
     pair_head: Any
+    contact_head: Any
     task_head: Any
 
     def __init__(self, config: ModelConfig, task: Task | None = None, parts: Collection[str] = ()):
@@ -319,10 +347,12 @@ class Model(nn.Module):
         if self.cnn is None:
             self.encoder = Encoder(config)
         heads = {} if task is None else task.modules(config)
-        if parts and config.pooler != "none":
-            heads.setdefault("pooler", nn.Linear(features(config), features(config)))
+        if {"pooler", "pair_head"} & set(parts) and config.pooler != "none":
+            heads.setdefault("pooler", Pooler(config))
         if "pair_head" in parts:
             heads.setdefault("pair_head", nn.Linear(features(config), 2))
+        if "contact_head" in parts:
+            heads["contact_head"] = nn.Linear(config.layers * config.heads, 1)
         for name in HEADS:
             setattr(self, name, heads.get(name))
 
@@ -391,7 +421,11 @@ class Model(nn.Module):
         if self.pooler is None:
             raise ValueError("this model has no pooler: give it one with Checkpoint.with_head")
         y: Tensor = self.pooler(self.drop(x, rate))
-        return torch.relu(y) if self.config.pooler == "relu" else torch.tanh(y)
+        return y
+
+    def states(self, x: Tensor) -> Tensor:
+        """What a head reads of every token: x (T, C) itself, or in ModernBERT the pooled x."""
+        return self.pooled(x) if self.config.pooler == "norm" else x
 
 
 def labelled(labels: Tensor) -> Tensor:
