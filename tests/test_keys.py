@@ -17,6 +17,7 @@ from toys import Toys
 from xformer.config import parse_overrides, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import RUN_MANIFEST, read_json, write_json
+from xformer.model.config import NEWER
 from xformer.recipe import Recipe
 from xformer.run import read_config
 from xformer.study.forecast import Costs, Forecast
@@ -78,10 +79,13 @@ def test_what_is_new_enters_the_key_if_it_is_not_the_default() -> None:
 
 
 def as_before(run: Path) -> None:
-    """Write a run's config.json in the form that it had when `data` was a group."""
+    """Write a run's config.json in the form that it had when `data` was a group, and the model had
+    fewer settings."""
     content = read_json(run / "config.json")
     for part in (content["config"], content["identity"], *(s["config"] for s in content["starts"])):
         part["data"] = {"store": part["data"], "fraction": part.pop("fraction")}
+        for name in NEWER:
+            del part["model"][name]
     (run / RUN_MANIFEST).unlink(missing_ok=True)  # it has the checksum of config.json
     write_json(run / "config.json", content)
 

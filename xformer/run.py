@@ -41,6 +41,7 @@ from xformer.data.files import (
     write_json,
     write_text,
 )
+from xformer.model.config import NEWER, ModelConfig
 from xformer.parallel.feed import Step
 from xformer.predictions import FOLDER
 from xformer.recipe import LossConfig
@@ -338,8 +339,9 @@ def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any])
 
 
 def completed(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run. Groups that its version did not have are added with defaults."""
-    return {"loss": LossConfig().model_dump(mode="json"), **config}
+    """The settings of a run. What its version did not have is added with defaults."""
+    model = ModelConfig().model_dump(mode="json", include=set(NEWER)) | config.get("model", {})
+    return {"loss": LossConfig().model_dump(mode="json"), **config, "model": model}
 
 
 def _change(name: str, before: Any, now: Any) -> str:

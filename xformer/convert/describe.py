@@ -111,8 +111,8 @@ def _positions(config: ModelConfig) -> list[str]:
     if config.window:
         local = f" and base {config.local_rotary_base:g}" if rotary else ""
         parts.append(
-            f"a window of {config.window} tokens on each side{local} in all layers but every "
-            f"{config.global_every}th"
+            f"a window of {config.window} tokens on each side{local} in all layers except one in "
+            f"{config.global_every}"
         )
     return [", ".join(parts)] if parts else []
 
@@ -125,7 +125,8 @@ def _parameters(checkpoint: Checkpoint) -> list[str]:
         parts[part] = parts.get(part, 0) + weight.numel()
     layers = checkpoint.config.stored_layers
     in_each = parts.get("layers", 0) // layers
-    each = f" ({in_each:,} in each of {layers})" if layers > 1 else ""
+    alike = layers > 1 and checkpoint.config.first_norm
+    each = f" ({in_each:,} in each of {layers})" if alike else ""
     shown = [f"{part} {size:,}{each if part == 'layers' else ''}" for part, size in parts.items()]
     return [f"{sum(parts.values()):,}", ", ".join(shown)]
 

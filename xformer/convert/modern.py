@@ -184,11 +184,14 @@ def frequency_tensors(family: Family, checkpoint: Checkpoint, prefix: str) -> di
         types = record.get("frequencies", types)
     size = config.hidden // config.heads
     values = frequencies(size, config.rotary_base, config.rotary_precision)
-    return {
-        prefix + name: values.to(getattr(torch, dtype))
-        for name, dtype in types.items()
-        if _is_in(name, config.layers)
-    }
+    wide = any(weight.dtype == torch.float64 for weight in checkpoint.weights.values())
+    tensors = {}
+    for name, dtype in types.items():
+        if dtype == "float64" and not wide:  # the weights were trained in float32 since the import
+            dtype = "float32"
+        if _is_in(name, config.layers):
+            tensors[prefix + name] = values.to(getattr(torch, dtype))
+    return tensors
 
 
 def _is_in(name: str, layers: int) -> bool:

@@ -81,8 +81,8 @@ def check_order(config: ModelConfig, order: Sequence[int]) -> None:
         if config.has_window(layer - 1) != config.has_window(place - 1):
             has = "has a window" if config.has_window(layer - 1) else "attends to the whole row"
             raise BadInput(
-                f"layer {layer} {has} and cannot become layer {place}: in this model every "
-                f"{config.global_every}th layer attends to the whole row, from the first on"
+                f"layer {layer} {has} and cannot become layer {place}: in this model one layer in "
+                f"{config.global_every} attends to the whole row, from the first on"
             )
         if not config.first_norm and (layer == 1) != (place == 1):
             raise BadInput(
