@@ -329,7 +329,7 @@ def test_a_window_hides_far_tokens_from_a_layer() -> None:
     other = replace(batch, tokens=batch.tokens.clone())
     other.tokens[0] = (other.tokens[0] + 1) % 15
     # the first layer sees the whole row; leave it out
-    model.encoder.layers[0].forward = lambda x, *rest: x  # type: ignore[method-assign]
+    model.encoder.layers[0].forward = lambda x, *rest: x
     with torch.inference_mode():
         moved = (model.encoder(batch) - model.encoder(other)).abs().amax(1) > 0
     assert moved.tolist() == [True] * 5 + [False] * (LONGEST - 5)
@@ -368,12 +368,12 @@ def test_the_study_trains_the_encoder_of_the_recipe() -> None:
     """The study repeats the settings of pretrain/micro-modern, which has as many parameters as
     pretrain/micro."""
     recipes = ROOT / "recipes"
-    study = read_study(recipes / "studies/micro-modern.toml", "")
-    level = study.stages["pretrain"].vary["encoder"]["modern"]
+    study = read_study(recipes / "studies/micro-modern.toml", "small")
+    encoders: Any = study.stages["pretrain"].vary["encoder"]
     micro, modern = (
         read_recipe(recipes / f"pretrain/{name}.toml") for name in ("micro", "micro-modern")
     )
-    assert merge(micro, json.loads(json.dumps(level))) == modern
+    assert merge(micro, json.loads(json.dumps(encoders["modern"]))) == modern
     sizes = [
         sum(parameters(ModelConfig(**{**r["model"], "vocab_size": 8192})).values())
         for r in (micro, modern)

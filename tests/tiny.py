@@ -84,7 +84,7 @@ def _settings(family: str) -> dict[str, Any]:
             "hidden_dim": INNER,
             "max_position_embeddings": LONGEST,
         }
-    actual = {
+    actual: dict[str, Any] = {
         "vocab_size": PIECES,
         "hidden_size": HIDDEN,
         "num_hidden_layers": LAYERS,
@@ -135,7 +135,7 @@ def tiny(kind: str, directory: Path | None = None, **changes: Any) -> Any:
 def _as_published(file: Path) -> None:
     """Give the tensors of an ESM-2 the names that they have on the hub. transformers 5.23 writes
     names of TensorFlow, and the rotary frequencies once, for the layer "*"."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(file).items():
         name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
         name = name.replace("LayerNorm.beta", "LayerNorm.bias")

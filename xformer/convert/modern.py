@@ -83,7 +83,7 @@ def _every(meta: dict[str, Any], layers: Any, file: Path) -> int:
             return number
     raise BadInput(
         f"{file}: layer_types must name full_attention for every n-th layer from the first on, and "
-        f"sliding_attention for the others, not {', '.join(map(str, kinds))}"
+        f"sliding_attention for the others, not {', '.join(map(str, kinds or ()))}"
     )
 
 

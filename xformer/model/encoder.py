@@ -156,9 +156,10 @@ class Layer(nn.Module):
         after_attention = config.attention_dropout if form == "modernbert" else after_attention
         after_mlp = 0.0 if form in ("albert", "modernbert") else config.dropout
         self.attention = Attention(config)
-        self.attention_norm = Norm(config, C) if pre_norm else AddNorm(config, C, after_attention)
-        if number == 0 and not config.first_norm:
-            self.attention_norm = nn.Identity()
+        self.attention_norm: nn.Module = nn.Identity()
+        if number > 0 or config.first_norm:
+            norm = Norm(config, C) if pre_norm else AddNorm(config, C, after_attention)
+            self.attention_norm = norm
         self.mlp = MLP(config)
         # A pre-LN layer adds the output of attention to the residual in mlp_norm.
         self.mlp_norm = AddNorm(config, C, after_attention if pre_norm else after_mlp)
