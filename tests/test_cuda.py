@@ -210,7 +210,7 @@ time.sleep(600)"""
 
 
 def test_the_first_hour_compares_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(list(first_hour.tasks(True))) == 2 * 7
+    assert len(list(first_hour.tasks(True))) == 2 * 8
     right = first_hour.gradient
     monkeypatch.setattr(first_hour, "gradient", lambda *given: right(*given) * (given[3].itemsize))
     with pytest.raises(AssertionError, match=r"mlm, fp32, torch\.bfloat16: the gradient is off by"):
