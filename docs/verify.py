@@ -1,0 +1,140 @@
+"""Recompute every score in a directory of kept results, and every effect in its *.claims.json, from
+the predictions. Only numpy, scipy and scikit-learn are needed.
+
+    python docs/verify.py                     # results/
+    python docs/verify.py runs/kept
+
+A line says for each number whether it agrees. The exit status is 1 if one does not. docs/formats.md
+describes the files.
+"""
+
+import io
+import json
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+from scipy import special, stats
+from sklearn import metrics
+
+UNLABELLED, UNSEEN = -1, -2  # rows without a label; with a class that does not occur in training
+
+
+def scores(arrays: dict[str, np.ndarray]) -> dict[str, float]:
+    """The scores of the predictions of one split, by name."""
+    about = json.loads(arrays["about"].item())
+    head = about["head"]
+    if head == "mlm":
+        return masked(arrays)
+    if head == "tag":
+        known = (arrays["label"] != UNLABELLED) & (arrays["predicted"] >= 0)
+        return classes(arrays["predicted"][known], arrays["label"][known], len(about["classes"]))
+    if head not in ("classify", "regress", "choice"):
+        return {}
+    label, outputs = arrays["label"], arrays["outputs"].astype(float)
+    known = ~np.isnan(label) if head == "regress" else label != UNLABELLED
+    outputs, label = outputs[known], label[known]
+    group = arrays["group"][known] if "group" in arrays else np.arange(len(label))
+    _, first, group = np.unique(group, return_index=True, return_inverse=True)
+    if head == "choice":
+        outputs, label = outputs.reshape(len(first), -1), label[first]
+        right = outputs.argmax(1) == label
+        return {"loss": cross_entropy(outputs, label), "accuracy": float(right.mean())}
+    if head == "regress":
+        loss = float(((outputs[:, 0] - label) ** 2).mean())
+        x, y = of_groups(outputs, group)[:, 0], label[first]
+        flat = np.ptp(x) == 0 or np.ptp(y) == 0  # no correlation then; GLUE counts it as 0
+        pearson, spearman = (
+            (0.0, 0.0) if flat else (stats.pearsonr(x, y)[0], stats.spearmanr(x, y)[0])
+        )
+        return {"loss": loss, "pearson": float(pearson), "spearman": float(spearman)}
+    loss = cross_entropy(outputs, label)
+    if len(first) < len(label):  # rows vote for a class; the mean probability breaks ties
+        votes = np.eye(outputs.shape[1])[outputs.argmax(1)]
+        counted = np.array([votes[group == i].sum(0) for i in range(len(first))])
+        outputs = counted + of_groups(special.softmax(outputs, 1), group) / 2
+    predicted, label = outputs.argmax(1), label[first]
+    mcc = metrics.matthews_corrcoef(label, predicted)
+    return {"loss": loss, **classes(predicted, label, outputs.shape[1]), "mcc": float(mcc)}
+
+
+def classes(predicted: np.ndarray, label: np.ndarray, count: int) -> dict[str, float]:
+    """Accuracy, and F1: that of class 1 if there are two classes, else the mean over classes."""
+    names = [1] if count == 2 else range(count)
+    f1 = metrics.f1_score(label, predicted, labels=names, average="macro", zero_division=0)
+    return {"accuracy": float((predicted == label).mean()), "f1": float(f1)}
+
+
+def cross_entropy(outputs: np.ndarray, label: np.ndarray) -> float:
+    """The mean over the rows whose class occurs in training."""
+    seen = np.flatnonzero(label != UNSEEN)
+    return float(-special.log_softmax(outputs, 1)[seen, label[seen]].mean())
+
+
+def of_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """The mean of each group's rows."""
+    return np.array([values[group == i].mean(0) for i in range(group.max() + 1)])
+
+
+def masked(arrays: dict[str, np.ndarray]) -> dict[str, float]:
+    """Scores of masked language modelling; with a pair head those of the pairs too."""
+    count = arrays["masked"].sum()
+    loss = float(arrays["loss"].astype(float).sum() / count)
+    found = {"loss": loss, "accuracy": float(arrays["correct"].sum() / count)}
+    found["perplexity"] = float(np.exp(min(loss, 700)))
+    if "label" in arrays and (known := arrays["label"] != UNLABELLED).any():
+        outputs, label = arrays["outputs"][known].astype(float), arrays["label"][known]
+        found["pair_loss"] = cross_entropy(outputs, label)
+        found["pair_accuracy"] = float((outputs.argmax(1) == label).mean())
+    return found
+
+
+def effect(claim: dict, known: dict[tuple[str, str, str], float]) -> dict[str, float]:
+    """Mean, half width of the 95 % t interval, and p of a claim, from recomputed scores."""
+    pairs = [sum(w * known[key, split, name] for w, key, split, name in p) for p in claim["pairs"]]
+    found = {"effect": float(np.mean(pairs))}
+    if claim["p"] is not None:
+        found["half"] = float(stats.t.ppf(0.975, len(pairs) - 1) * stats.sem(pairs))
+        found["p"] = float(stats.ttest_1samp(pairs, claim["margin"]).pvalue)
+    return found
+
+
+def compare(name: str, published: float | None, found: float | None) -> bool:
+    """Print whether a number agrees; False if it does not."""
+    if found is None or published is None:
+        print(f"not checked  {name}: {published}")
+        return True
+    agrees = bool(np.isclose(published, found, rtol=1e-6, atol=1e-9))
+    print(f"{'agrees' if agrees else 'DIFFERS':<12} {name}: {published:.6g}, here {found:.6g}")
+    return agrees
+
+
+def main(directory: Path) -> int:
+    """The exit status."""
+    known, agree = {}, []
+    for path in sorted(directory.glob("*.zip")):
+        with zipfile.ZipFile(path) as file:
+            published = (
+                json.loads(file.read("result.json")) if "result.json" in file.namelist() else {}
+            )
+            for split, wanted in published.get("metrics", {}).items():
+                content = io.BytesIO(file.read(f"predictions/{split}.npz"))
+                found = scores(dict(np.load(content, allow_pickle=False)))
+                known |= {(path.stem, split, name): value for name, value in found.items()}
+                for name, value in wanted.items():
+                    agree.append(compare(f"{path.stem} {split} {name}", value, found.get(name)))
+    for path in sorted(directory.glob("*.claims.json")):
+        for claim in json.loads(path.read_text(encoding="utf-8"))["claims"]:
+            sources = {tuple(term[1:]) for pair in claim["pairs"] for term in pair}
+            found = effect(claim, known) if sources <= known.keys() else {}
+            for name in ("effect", "half", "p"):
+                agree.append(
+                    compare(f"{path.stem} {claim['text']} {name}", claim[name], found.get(name))
+                )
+    print(f"{len(agree)} numbers, {agree.count(False)} differ")
+    return 1 if not all(agree) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parents[1] / "results"))
