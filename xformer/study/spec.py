@@ -270,6 +270,8 @@ class Claim(Settings):
     each: str = ""
     # By how much, in the units of the metric. A negative margin makes it a non-inferiority claim.
     margin: float = 0.0
+    # Instead: both score the same, up to the margin in either direction.
+    tie: bool = False
 
 
 class Registration(Settings):
@@ -668,6 +670,8 @@ def _bad_claim(study: Study, claim: Claim) -> Iterator[str]:
         return
     if table.columns == METRIC and not all(METRIC in (*side, claim.each) for side in sides):
         yield f"say which {METRIC} of table {table.name}"
+    if claim.tie and claim.margin <= 0:
+        yield f"a tie needs a margin above 0, not {claim.margin:g}: how far apart the sides may be"
     if claim.better == claim.than or claim.each in {**claim.better, **claim.than}:
         yield "it compares a level with itself"
     for (factor, number), side in product(needed.items(), sides):
