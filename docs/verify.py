@@ -1,17 +1,16 @@
 """Recompute every score in a directory of kept results, and every effect in its *.claims.json, from
-the predictions. Only numpy, scipy and scikit-learn are needed.
+the predictions. Only numpy, scipy and scikit-learn are needed. docs/formats.md describes the files.
 
     python docs/verify.py                     # results/
     python docs/verify.py runs/kept
 
-A line says for each number whether it agrees. The exit status is 1 if one does not. docs/formats.md
-describes the files.
+A line says for each number whether it agrees. The exit status is 1 if one does not.
 """
 
-import io
 import json
 import sys
 import zipfile
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -39,31 +38,29 @@ def scores(arrays: dict[str, np.ndarray]) -> dict[str, float]:
     _, first, group = np.unique(group, return_index=True, return_inverse=True)
     if head == "choice":
         outputs, label = outputs.reshape(len(first), -1), label[first]
-        right = outputs.argmax(1) == label
-        return {"loss": cross_entropy(outputs, label), "accuracy": float(right.mean())}
+        accuracy = float((outputs.argmax(1) == label).mean())
+        return {"loss": cross_entropy(outputs, label), "accuracy": accuracy}
     if head == "regress":
-        loss = float(((outputs[:, 0] - label) ** 2).mean())
         x, y = of_groups(outputs, group)[:, 0], label[first]
-        flat = np.ptp(x) == 0 or np.ptp(y) == 0  # no correlation then; GLUE counts it as 0
-        pearson, spearman = (
-            (0.0, 0.0) if flat else (stats.pearsonr(x, y)[0], stats.spearmanr(x, y)[0])
-        )
-        return {"loss": loss, "pearson": float(pearson), "spearman": float(spearman)}
+        found = {"loss": float(((outputs[:, 0] - label) ** 2).mean()), "pearson": 0, "spearman": 0}
+        if np.ptp(x) and np.ptp(y):  # else there is no correlation, and GLUE counts it as 0
+            found |= {"pearson": stats.pearsonr(x, y)[0], "spearman": stats.spearmanr(x, y)[0]}
+        return found
     loss = cross_entropy(outputs, label)
     if len(first) < len(label):  # rows vote for a class; the mean probability breaks ties
         votes = np.eye(outputs.shape[1])[outputs.argmax(1)]
-        counted = np.array([votes[group == i].sum(0) for i in range(len(first))])
+        counted = of_groups(votes, group) * np.bincount(group)[:, None]
         outputs = counted + of_groups(special.softmax(outputs, 1), group) / 2
     predicted, label = outputs.argmax(1), label[first]
-    mcc = metrics.matthews_corrcoef(label, predicted)
-    return {"loss": loss, **classes(predicted, label, outputs.shape[1]), "mcc": float(mcc)}
+    found = {"loss": loss, "mcc": metrics.matthews_corrcoef(label, predicted)}
+    return found | classes(predicted, label, outputs.shape[1])
 
 
 def classes(predicted: np.ndarray, label: np.ndarray, count: int) -> dict[str, float]:
     """Accuracy, and F1: that of class 1 if there are two classes, else the mean over classes."""
     names = [1] if count == 2 else range(count)
     f1 = metrics.f1_score(label, predicted, labels=names, average="macro", zero_division=0)
-    return {"accuracy": float((predicted == label).mean()), "f1": float(f1)}
+    return {"accuracy": (predicted == label).mean(), "f1": f1}
 
 
 def cross_entropy(outputs: np.ndarray, label: np.ndarray) -> float:
@@ -80,31 +77,25 @@ def of_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 def masked(arrays: dict[str, np.ndarray]) -> dict[str, float]:
     """Scores of masked language modelling; with a pair head those of the pairs too."""
     count = arrays["masked"].sum()
-    loss = float(arrays["loss"].astype(float).sum() / count)
-    found = {"loss": loss, "accuracy": float(arrays["correct"].sum() / count)}
-    found["perplexity"] = float(np.exp(min(loss, 700)))
+    loss = arrays["loss"].astype(float).sum() / count
+    found = {"loss": loss, "accuracy": arrays["correct"].sum() / count, "perplexity": np.exp(loss)}
     if "label" in arrays and (known := arrays["label"] != UNLABELLED).any():
         outputs, label = arrays["outputs"][known].astype(float), arrays["label"][known]
         found["pair_loss"] = cross_entropy(outputs, label)
-        found["pair_accuracy"] = float((outputs.argmax(1) == label).mean())
+        found["pair_accuracy"] = (outputs.argmax(1) == label).mean()
     return found
 
 
-def effect(claim: dict, known: dict[tuple[str, str, str], float]) -> dict[str, float]:
+def effect(claim: dict, known: dict[tuple[str, ...], float]) -> dict[str, float]:
     """Mean, half width of the 95 % t interval, and p of a claim, from recomputed scores."""
-    pairs = [sum(w * known[key, split, name] for w, key, split, name in p) for p in claim["pairs"]]
-    found = {"effect": float(np.mean(pairs))}
-    if claim["p"] is not None:
-        found["half"] = float(stats.t.ppf(0.975, len(pairs) - 1) * stats.sem(pairs))
-        ends = [-claim["margin"], claim["margin"]]  # a tie is tested against both
-        nearest = min(ends, key=lambda end: abs(end - found["effect"])) if claim["tie"] else ends[1]
-        found["p"] = float(stats.ttest_1samp(pairs, nearest).pvalue)
-        if claim["tie"] and abs(found["effect"]) < claim["margin"]:
-            sides = zip(ends, ("greater", "less"), strict=True)
-            found["p"] = max(
-                float(stats.ttest_1samp(pairs, e, alternative=a).pvalue) for e, a in sides
-            )
-    return found
+    pairs = [sum(weight * known[tuple(of)] for weight, *of in terms) for terms in claim["pairs"]]
+    mean, margin = np.mean(pairs), claim["margin"]
+    p = stats.ttest_1samp(pairs, -margin if claim["tie"] and mean < 0 else margin).pvalue
+    if claim["tie"] and abs(mean) < margin:  # two one-sided tests
+        one = stats.ttest_1samp(pairs, -margin, alternative="greater").pvalue
+        p = max(one, stats.ttest_1samp(pairs, margin, alternative="less").pvalue)
+    half = stats.t.ppf(0.975, len(pairs) - 1) * stats.sem(pairs)
+    return {"effect": mean, "half": half, "p": p}
 
 
 def compare(name: str, published: float, found: float | None) -> bool:
@@ -122,22 +113,20 @@ def main(directory: Path) -> int:
     known, agree = {}, []
     for path in sorted(directory.glob("*.zip")):
         with zipfile.ZipFile(path) as file:
-            published = (
-                json.loads(file.read("result.json")) if "result.json" in file.namelist() else {}
-            )
-            for split, wanted in published.get("metrics", {}).items():
-                content = io.BytesIO(file.read(f"predictions/{split}.npz"))
-                found = scores(dict(np.load(content, allow_pickle=False)))
+            is_run = "result.json" in file.namelist()
+            published = json.loads(file.read("result.json"))["metrics"] if is_run else {}
+            for split in [one for one in published if f"predictions/{one}.npz" in file.namelist()]:
+                found = scores(dict(np.load(BytesIO(file.read(f"predictions/{split}.npz")))))
                 known |= {(path.stem, split, name): value for name, value in found.items()}
-                for name, value in wanted.items():
+                for name, value in published[split].items():
                     agree.append(compare(f"{path.stem} {split} {name}", value, found.get(name)))
     for path in sorted(directory.glob("*.claims.json")):
         for claim in json.loads(path.read_text(encoding="utf-8"))["claims"]:
-            sources = {tuple(term[1:]) for pair in claim["pairs"] for term in pair}
+            sources = {tuple(of) for terms in claim["pairs"] for _, *of in terms}
             found = effect(claim, known) if sources <= known.keys() else {}
             for name in ("effect", "half", "p"):
                 if claim[name] is not None:
-                    title = f"{path.stem} {claim['text']} {name}"
+                    title = f"{path.stem}: {claim['text']}: {name}"
                     agree.append(compare(title, claim[name], found.get(name)))
     print(f"{len(agree)} numbers, {agree.count(False)} differ")
     return 1 if not all(agree) else 0

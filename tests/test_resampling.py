@@ -76,8 +76,12 @@ def keep(run: Job, right: np.ndarray) -> None:
     predictions = Predictions(task, "test", arrays)
     write(run.path / "predictions/test.npz", predictions, "key")
     metrics = {"test": predictions.metrics()}
-    run.proof.write_text(json.dumps({"metrics": metrics, "seconds": 2.0}))
+    result = {"metrics": metrics, "seconds": 2.0, "selected": "checkpoints/step_4"}
+    run.proof.write_text(json.dumps(result))
     (run.path / "config.json").write_text("{}")
+    (run.path / "checkpoints/step_4").mkdir(parents=True)
+    (run.path / "checkpoints/step_4/model.safetensors").write_bytes(b"weights")
+    (run.path / "checkpoints/step_4/manifest.json").write_text("{}")
 
 
 @pytest.fixture
@@ -247,7 +251,7 @@ def test_variance_is_split(tmp_path: Path, data: Path) -> None:  # noqa: F811
     common = 100**2 * 0.3**2 * (1 / 3) * (2 / 3) / ROWS
     assert hard == pytest.approx(common, abs=3)
     text = markdown_of(results)
-    assert "## Accuracy: where its variance comes from" in text
+    assert "## Where the variance comes from: Accuracy" in text
     assert "| cell | deviation | seed | draw (seed) | seed.order | test examples |" in text
 
 
@@ -267,7 +271,7 @@ def test_a_script_without_the_package_computes_the_numbers_again(
     assert done.returncode == 0, done.stdout
     # 20 runs with four scores, and effect, half width and p of three tests
     assert done.stdout.endswith(f"{20 * 4 + 9} numbers, 0 differ\n")
-    assert "pre-training helps at every rate: low effect: " in done.stdout
+    assert "pre-training helps at every rate: low: effect: " in done.stdout
     # a changed score and a changed effect are noticed
     path = sorted(plan.kept.glob("*.zip"))[0]
     with zipfile.ZipFile(path) as file:

@@ -22,7 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from xformer.analysis.drawing import plus_minus
 from xformer.config import toml_text
 from xformer.data import style
-from xformer.data.files import write_text
+from xformer.data.files import make_directory, write_text
 from xformer.study import headline
 from xformer.study.claims import Verdict, sides, verdicts, words_of
 from xformer.study.forecast import Forecast, Notes
@@ -188,6 +188,7 @@ def _write_claims(results: Results, directory: Path) -> None:
     text = ",\n".join(map(json.dumps, records))
     write_text(directory / CLAIMS, f'{{"claims": [\n{text}\n]}}\n')
     if (kept := results.plan.kept) is not None:
+        make_directory(kept, "kept=")
         write_text(kept / f"{directory.name}.{CLAIMS}", (directory / CLAIMS).read_text("utf-8"))
 
 
@@ -330,7 +331,7 @@ def _variances(results: Results, table: ScoreTable, shares: Shares) -> Iterator[
     )
     about += "Each seed is nested in those to its left. With few seeds these shares are rough."
     grid = _grid(("cell", "deviation", *headers), rows)
-    yield Section(f"{table.title}: where its variance comes from", about, grid=grid)
+    yield Section(f"Where the variance comes from: {table.title}", about, grid=grid)
 
 
 def _part(variance: float | None, total: float, digits: int) -> str:
