@@ -42,18 +42,18 @@ def scores(arrays: dict[str, np.ndarray]) -> dict[str, float]:
         return {"loss": cross_entropy(outputs, label), "accuracy": accuracy}
     if head == "regress":
         x, y = of_groups(outputs, group)[:, 0], label[first]
-        found = {"loss": float(((outputs[:, 0] - label) ** 2).mean()), "pearson": 0, "spearman": 0}
+        again = {"loss": float(((outputs[:, 0] - label) ** 2).mean()), "pearson": 0, "spearman": 0}
         if np.ptp(x) and np.ptp(y):  # else there is no correlation, and GLUE counts it as 0
-            found |= {"pearson": stats.pearsonr(x, y)[0], "spearman": stats.spearmanr(x, y)[0]}
-        return found
+            again |= {"pearson": stats.pearsonr(x, y)[0], "spearman": stats.spearmanr(x, y)[0]}
+        return again
     loss = cross_entropy(outputs, label)
     if len(first) < len(label):  # rows vote for a class; the mean probability breaks ties
         votes = np.eye(outputs.shape[1])[outputs.argmax(1)]
         counted = of_groups(votes, group) * np.bincount(group)[:, None]
         outputs = counted + of_groups(special.softmax(outputs, 1), group) / 2
     predicted, label = outputs.argmax(1), label[first]
-    found = {"loss": loss, "mcc": metrics.matthews_corrcoef(label, predicted)}
-    return found | classes(predicted, label, outputs.shape[1])
+    again = {"loss": loss, "mcc": metrics.matthews_corrcoef(label, predicted)}
+    return again | classes(predicted, label, outputs.shape[1])
 
 
 def classes(predicted: np.ndarray, label: np.ndarray, count: int) -> dict[str, float]:
@@ -78,12 +78,12 @@ def masked(arrays: dict[str, np.ndarray]) -> dict[str, float]:
     """Scores of masked language modelling; with a pair head those of the pairs too."""
     count = arrays["masked"].sum()
     loss = arrays["loss"].astype(float).sum() / count
-    found = {"loss": loss, "accuracy": arrays["correct"].sum() / count, "perplexity": np.exp(loss)}
+    again = {"loss": loss, "accuracy": arrays["correct"].sum() / count, "perplexity": np.exp(loss)}
     if "label" in arrays and (known := arrays["label"] != UNLABELLED).any():
         outputs, label = arrays["outputs"][known].astype(float), arrays["label"][known]
-        found["pair_loss"] = cross_entropy(outputs, label)
-        found["pair_accuracy"] = (outputs.argmax(1) == label).mean()
-    return found
+        again["pair_loss"] = cross_entropy(outputs, label)
+        again["pair_accuracy"] = (outputs.argmax(1) == label).mean()
+    return again
 
 
 def effect(claim: dict, known: dict[tuple[str, ...], float]) -> dict[str, float]:
@@ -98,13 +98,13 @@ def effect(claim: dict, known: dict[tuple[str, ...], float]) -> dict[str, float]
     return {"effect": mean, "half": half, "p": p}
 
 
-def compare(name: str, published: float, found: float | None) -> bool:
+def compare(name: str, published: float, again: float | None) -> bool:
     """Print whether a number agrees; False if it does not."""
-    if found is None:
+    if again is None:
         print(f"not checked  {name}: {published}")
         return True
-    agrees = bool(np.isclose(published, found, rtol=1e-6, atol=1e-9))
-    print(f"{'agrees' if agrees else 'DIFFERS':<12} {name}: {published:.6g}, here {found:.6g}")
+    agrees = bool(np.isclose(published, again, rtol=1e-6, atol=1e-9))
+    print(f"{'agrees' if agrees else 'DIFFERS':<12} {name}: {published:.6g}, here {again:.6g}")
     return agrees
 
 
@@ -113,21 +113,23 @@ def main(directory: Path) -> int:
     known, agree = {}, []
     for path in sorted(directory.glob("*.zip")):
         with zipfile.ZipFile(path) as file:
-            is_run = "result.json" in file.namelist()
+            is_run = "config.json" in file.namelist()  # else the result of a command
             published = json.loads(file.read("result.json"))["metrics"] if is_run else {}
-            for split in [one for one in published if f"predictions/{one}.npz" in file.namelist()]:
-                found = scores(dict(np.load(BytesIO(file.read(f"predictions/{split}.npz")))))
-                known |= {(path.stem, split, name): value for name, value in found.items()}
+            for split in published:
+                kept = f"predictions/{split}.npz" in file.namelist()
+                content = file.read(f"predictions/{split}.npz") if kept else b""
+                again = scores(dict(np.load(BytesIO(content)))) if kept else {}
+                known |= {(path.stem, split, name): value for name, value in again.items()}
                 for name, value in published[split].items():
-                    agree.append(compare(f"{path.stem} {split} {name}", value, found.get(name)))
+                    agree.append(compare(f"{path.stem} {split} {name}", value, again.get(name)))
     for path in sorted(directory.glob("*.claims.json")):
         for claim in json.loads(path.read_text(encoding="utf-8"))["claims"]:
             sources = {tuple(of) for terms in claim["pairs"] for _, *of in terms}
-            found = effect(claim, known) if sources <= known.keys() else {}
+            again = effect(claim, known) if sources <= known.keys() else {}
             for name in ("effect", "half", "p"):
                 if claim[name] is not None:
                     title = f"{path.stem}: {claim['text']}: {name}"
-                    agree.append(compare(title, claim[name], found.get(name)))
+                    agree.append(compare(title, claim[name], again.get(name)))
     print(f"{len(agree)} numbers, {agree.count(False)} differ")
     return 1 if not all(agree) else 0
 

@@ -97,22 +97,22 @@ def test_the_interval_of_a_claim_is_that_of_its_authors_method(trained: Results)
     same seeds and examples."""
     table, shares = trained.study.tables[0], Shares(trained)
     pairs = shares.pairs(table, {"start": "pretrained"}, {"start": "scratch"})
-    found = shares.bootstrap([*pairs.values()])
-    assert found is not None
+    drawn = shares.bootstrap([*pairs.values()])
+    assert drawn is not None
     right = {}
     for run in trained.plan.runs("finetune"):
         with np.load(run.path / "predictions/test.npz") as file:
             right[tuple(run.levels.values())] = file["outputs"].argmax(1) == file["label"]
     rng, differences = np.random.default_rng(0), []
     for _ in range(3000):
-        rows, drawn = rng.integers(ROWS, size=ROWS), rng.integers(5, size=5)
+        rows, seeds = rng.integers(ROWS, size=ROWS), rng.integers(5, size=5)
         sides = {
-            start: np.mean([right[str(s), start, rate][rows] for s in drawn for rate in RATES])
+            start: np.mean([right[str(s), start, rate][rows] for s in seeds for rate in RATES])
             for start in ("pretrained", "scratch")
         }
         differences.append(100 * (sides["pretrained"] - sides["scratch"]))
-    assert found.interval == pytest.approx(np.quantile(differences, [0.025, 0.975]), abs=0.8)
-    assert found.p == pytest.approx(2 / 1001, abs=0.004)
+    assert drawn.interval == pytest.approx(np.quantile(differences, [0.025, 0.975]), abs=0.8)
+    assert drawn.p == pytest.approx(2 / 1001, abs=0.004)
     text = markdown_of(trained)
     claim = verdicts(trained)[0]
     assert [level for level, *_ in claim.parts] == ["low", "high"]
@@ -214,18 +214,19 @@ def test_a_tie_needs_a_margin(tmp_path: Path) -> None:
 def test_variance_is_split(tmp_path: Path, data: Path) -> None:  # noqa: F811
     """Pre-training seeds, fine-tuning seeds within them, the order of the data within those, and
     test examples."""
-    more = '\nvary.draw.a = { seed = 1 }\nvary.draw.b = { seed = 2 }\nvary."seed.order" = [7, 8]'
-    seed = "vary.seed.0 = {}\nvary.seed.1 = {}\nvary.seed.2 = {}"
-    path = study(tmp_path, (SEEDS[0], seed + more))
+    seeds = [f"vary.seed.{i} = {{ seed.all = {i} }}" for i in range(3)]
+    draws = [f"vary.draw.{name} = {{ seed.weights = {i} }}" for i, name in enumerate("ab")]
+    lines = [*seeds, *draws, 'vary."seed.order" = [7, 8]']
+    path = study(tmp_path, (SEEDS[0], "\n".join(lines)))
     plan = plan_of(path, tmp_path, data=str(data))
     assert random_factors(plan.study, "finetune") == {
-        "seed": "seed",
-        "draw": "seed",
+        "seed": "seed.all",
+        "draw": "seed.weights",
         "seed.order": "seed.order",
     }
     train(plan)
     results, table = Results(plan), plan.study.tables[0]
-    found = variances(results, Shares(results), table, "scratch", "high")
+    drawn = variances(results, Shares(results), table, "scratch", "high")
     scores = np.zeros((3, 2, 2))
     for run in plan.runs("finetune", {"start": "scratch", "rate": "high"}):
         place = (
@@ -237,22 +238,22 @@ def test_variance_is_split(tmp_path: Path, data: Path) -> None:  # noqa: F811
     within = scores.var(2, ddof=1).mean()
     drawn = scores.mean(2).var(1, ddof=1).mean()
     seeds = scores.mean((1, 2)).var(ddof=1)
-    assert found == pytest.approx(
+    assert drawn == pytest.approx(
         {
             "seed": seeds - drawn / 2,
             "draw": drawn - within / 2,
             "seed.order": within,
-            EXAMPLES: found[EXAMPLES],
+            EXAMPLES: drawn[EXAMPLES],
         }
     )
     # at the high rate the rows are equally hard, so that they have no variance in common
-    assert abs(found[EXAMPLES]) < 3
+    assert abs(drawn[EXAMPLES]) < 3
     hard = variances(results, Shares(results), table, "scratch", "low")[EXAMPLES]
     common = 100**2 * 0.3**2 * (1 / 3) * (2 / 3) / ROWS
     assert hard == pytest.approx(common, abs=3)
     text = markdown_of(results)
     assert "## Where the variance comes from: Accuracy" in text
-    assert "| cell | deviation | seed | draw (seed) | seed.order | test examples |" in text
+    assert "| seed (seed.all) | draw (seed.weights) | seed.order | test examples |" in text
 
 
 def test_a_script_without_the_package_computes_the_numbers_again(

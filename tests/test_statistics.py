@@ -25,7 +25,7 @@ from xformer.study.statistics import (
     tie_test,
     two_sided,
 )
-from xformer.tasks.weighted import f1, mcc, pearson, ratio, spearman
+from xformer.tasks.weighted import macro_f1, matthews, pearson, ratio, spearman
 
 # What google-research/language, language/multiberts/multibootstrap.py (commit d9bdad8), returns
 # with nboot=1000 and rng=0 for the predictions below. In this order: the first resample's mean
@@ -74,8 +74,8 @@ def scorer(name: str, predicted: np.ndarray, label: np.ndarray) -> Callable[...,
     """A score as a function of weights."""
     by_name: dict[str, Callable[..., np.ndarray]] = {
         "accuracy": lambda w: ratio(w, predicted == label, np.ones(len(label))),
-        "f1": lambda w: f1(w, predicted, label, [1]),
-        "mcc": lambda w: mcc(w, predicted, label),
+        "f1": lambda w: macro_f1(w, predicted, label, [1]),
+        "mcc": lambda w: matthews(w, predicted, label),
         "spearman": lambda w: spearman(w, predicted, label),
     }
     return by_name[name]
@@ -97,11 +97,11 @@ def test_the_multibootstrap_is_that_of_its_authors(name: str, paired: bool) -> N
     a, b = (np.array([scorer(name, p, label)(weights) for p in side]) for side in (base, other))
     before, after = multibootstrap(a, ours), multibootstrap(b, theirs)
     differences = multibootstrap(b - a, ours) if paired else after - before
-    found = (
+    again = (
         before[0], after[0], differences.mean(), differences.std(ddof=1), *interval(differences),
         (differences < 1e-12).mean(),
     )  # fmt: skip
-    assert found == pytest.approx(REFERENCE[name, paired], abs=1e-12)
+    assert again == pytest.approx(REFERENCE[name, paired], abs=1e-12)
 
 
 @pytest.mark.parametrize("classes", [2, 4])
@@ -121,17 +121,17 @@ def test_weighted_scores_are_those_of_the_drawn_rows(classes: int) -> None:
             "pearson": stats.pearsonr(x[rows], y[rows])[0],
             "spearman": stats.spearmanr(x[rows], y[rows])[0],
         }
-        found = {
-            "f1": f1(weights, predicted, label, names)[one],
-            "mcc": mcc(weights, predicted, label)[one],
+        again = {
+            "f1": macro_f1(weights, predicted, label, names)[one],
+            "mcc": matthews(weights, predicted, label)[one],
             "pearson": pearson(weights, x, y)[one],
             "spearman": spearman(weights, x, y)[one],
         }
-        assert found == pytest.approx(expected, abs=1e-12)
+        assert again == pytest.approx(expected, abs=1e-12)
     flat = np.full(60, 0.1)
     assert not pearson(weights, flat, y).any()
     assert not spearman(weights, flat, y).any()
-    assert not mcc(weights, np.ones(60, int), label).any()
+    assert not matthews(weights, np.ones(60, int), label).any()
 
 
 def test_the_multibootstrap_of_a_mean_has_the_variance_of_a_mean() -> None:
@@ -192,7 +192,7 @@ def test_variances_are_found_again() -> None:
     """Simulated scores of known variances: 20 pre-trainings with 3 fine-tunings of 2 orders each,
     200 times over. The estimates are unbiased."""
     rng = np.random.default_rng(0)
-    found = np.array(
+    again = np.array(
         [
             nested_variances(
                 rng.normal(0, 2.0, (20, 1, 1))
@@ -202,8 +202,8 @@ def test_variances_are_found_again() -> None:
             for _ in range(200)
         ]
     )
-    error = found.std(0, ddof=1) / 200**0.5
-    assert (np.abs(found.mean(0) - [4.0, 1.0, 0.25]) < 3 * error).all()
+    error = again.std(0, ddof=1) / 200**0.5
+    assert (np.abs(again.mean(0) - [4.0, 1.0, 0.25]) < 3 * error).all()
 
 
 def test_the_variance_of_test_examples() -> None:
@@ -244,8 +244,8 @@ def test_holm_is_that_of_statsmodels() -> None:
 
 def test_how_many_pairs_a_claim_would_need() -> None:
     """Against statsmodels' TTestPower.solve_power, rounded up."""
-    found = {effect: pairs_needed(effect) for effect in PAIRS}
-    assert found == PAIRS
+    again = {effect: pairs_needed(effect) for effect in PAIRS}
+    assert again == PAIRS
     assert pairs_needed(-0.5) == pairs_needed(0.5)
     assert pairs_needed(0.5, tests=3) == PAIRS_OF_THREE
     for pairs in (4, 20):  # the other way round

@@ -256,9 +256,9 @@ def _bootstrap(verdict: Verdict, shares: Shares) -> str:
     digits, texts = verdict.table.digits, []
     for level, *_ in verdict.parts:
         pairs = shares.pairs(verdict.table, *sides(verdict.claim, level))
-        if found := shares.bootstrap([*pairs.values()], verdict.margin):
-            low, high = (f"{end:+.{digits}f}" for end in found.interval)
-            p = "" if verdict.claim.tie else f" ({words_of(found.p)})"
+        if drawn := shares.bootstrap([*pairs.values()], verdict.margin):
+            low, high = (f"{end:+.{digits}f}" for end in drawn.interval)
+            p = "" if verdict.claim.tie else f" ({words_of(drawn.p)})"
             texts.append(f"{level} {low} to {high}{p}".lstrip())
     return "; ".join(texts)
 
@@ -310,13 +310,13 @@ def _variances(results: Results, table: ScoreTable, shares: Shares) -> Iterator[
         return
     factors, rows = random_factors(results.study, table.stage), []
     names = [*factors, EXAMPLES]
-    found = [
+    every = [
         (f"{row}, {column}", variances(results, shares, table, row, column))
         for row in results.study.levels_of(table)[table.rows]
         for column in results.study.columns(table)
     ]
-    names = [name for name in names if any(name in parts for _, parts in found)]
-    for cell, parts in found:
+    names = [name for name in names if any(name in parts for _, parts in every)]
+    for cell, parts in every:
         total = sum(max(0.0, part) for part in parts.values())
         if total:
             shown = [_part(parts.get(name), total, table.digits) for name in names]
@@ -452,8 +452,8 @@ def _resampled(results: Results, table: ScoreTable, shares: Shares, cell: Cell) 
     """The interval of a cell's mean under resampled seeds and test examples; "-" if the predictions
     of a run lack. A mean of columns has the examples of each column resampled by themselves."""
     columns = results.means(table).get(cell.column, (cell.column,))
-    found = shares.bootstrap(shares.of_cell(table, cell.row, columns))
-    return "-" if found is None else " to ".join(f"{x:.{table.digits}f}" for x in found.interval)
+    drawn = shares.bootstrap(shares.of_cell(table, cell.row, columns))
+    return "-" if drawn is None else " to ".join(f"{x:.{table.digits}f}" for x in drawn.interval)
 
 
 def _scores(cells: list[list[Cell]], digits: int, resampled: Sequence[str] = ()) -> Grid:

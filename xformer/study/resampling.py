@@ -93,10 +93,10 @@ class Shares(Results):
         """The multi-bootstrap of the mean over seeds of some sums. None if there are too few seeds,
         or if a run has no predictions that can be resampled."""
         drawn = [self.resampled(shares) for shares in seeds]
-        found = [one for one in drawn if one is not None]
-        if len(seeds) < ENOUGH or len(found) < len(seeds):
+        scores = [one for one in drawn if one is not None]
+        if len(seeds) < ENOUGH or len(scores) < len(seeds):
             return None
-        means = multibootstrap(np.array(found), seed_draws(len(seeds)))
+        means = multibootstrap(np.array(scores), seed_draws(len(seeds)))
         return Bootstrap(interval(means), two_sided(means, margin))
 
     def resampled(self, shares: np.ndarray) -> np.ndarray | None:
@@ -153,14 +153,14 @@ def claim_records(results: Results) -> list[dict[str, Any]]:
 def random_factors(study: Study, stage: str) -> dict[str, str]:
     """The factors of a stage that only change seeds, each with what a level of it is. `seed` comes
     first: the others are nested in it."""
-    found = {}
+    factors = {}
     for factor, levels in study.factors(stage).items():
         keys = {key for settings in levels.values() for key in flat(settings)}
         if factor == SEED or all(key.split(".")[0] == SEED for key in keys):
-            found[factor] = ", ".join(sorted(keys)) or factor
-    if SEED in found and study.registration is not None:
-        found[SEED] = study.registration.unit
-    return {factor: found[factor] for factor in sorted(found, key=lambda factor: factor != SEED)}
+            factors[factor] = ", ".join(sorted(keys)) or factor
+    if SEED in factors and study.registration is not None:
+        factors[SEED] = study.registration.unit
+    return {factor: factors[factor] for factor in sorted(factors, key=lambda name: name != SEED)}
 
 
 def variances(
@@ -182,12 +182,12 @@ def variances(
     grid = grid[~np.isnan(grid.reshape(len(grid), -1)).any(1)]  # seeds with all their runs
     if len(grid) < 2:
         return {}
-    found = dict(zip((factors[i] for i in several), nested_variances(grid), strict=True))
+    parts = dict(zip((factors[i] for i in several), nested_variances(grid), strict=True))
     sums = _by_levels(shares, table, wanted, factors).values()
     drawn = [one for shares_of in sums if (one := shares.resampled(shares_of)) is not None]
     if len(drawn) == len(sums):
-        found[EXAMPLES] = example_variance(np.array(drawn))
-    return found
+        parts[EXAMPLES] = example_variance(np.array(drawn))
+    return parts
 
 
 def _by_levels(

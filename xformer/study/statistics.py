@@ -15,7 +15,7 @@ from scipy import stats
 from scipy.optimize import brentq
 
 LEVEL = 0.95  # of every interval; tests decide at 1 - LEVEL
-POWER = 0.8  # the probability with which a detectable difference is found
+POWER = 0.8  # the probability with which a detectable difference is estimates
 RESAMPLES = 1000  # of test examples and seeds
 MOST = 1000  # pairs; a study that would need more is not worth a number
 AT_ONCE = 4_000_000  # weights that are held at once
@@ -141,13 +141,13 @@ def nested_variances(scores: np.ndarray) -> list[float]:
     least two levels. These are the unbiased estimates of the analysis of variance (Searle, Casella
     & McCulloch 1992, chapter 3). With few levels an estimate can be below 0.
     """
-    found, of_mean = list[float](), 0.0
+    estimates, of_mean = list[float](), 0.0
     while scores.ndim:
         variance = float(scores.var(axis=-1, ddof=1).mean())  # its own and that of means below it
-        found.insert(0, variance - of_mean)
+        estimates.insert(0, variance - of_mean)
         of_mean = variance / scores.shape[-1]
         scores = scores.mean(-1)
-    return found
+    return estimates
 
 
 def example_variance(scores: np.ndarray) -> float:

@@ -30,7 +30,7 @@ from xformer.tasks.task import (
     of_rows,
     texts,
 )
-from xformer.tasks.weighted import Weighted, average, f1, mcc
+from xformer.tasks.weighted import Weighted, average, macro_f1, matthews
 
 
 class Pooled(Task):
@@ -149,8 +149,8 @@ class Classify(Pooled):
         names = [1] if self.outputs == 2 else range(self.outputs)
         scores = {
             "accuracy": lambda w: average(w, predicted == labels),
-            "f1": lambda w: f1(w, predicted, labels, names),
-            "mcc": lambda w: mcc(w, predicted, labels),
+            "f1": lambda w: macro_f1(w, predicted, labels, names),
+            "mcc": lambda w: matthews(w, predicted, labels),
         }
         return Weighted(len(labels), labels, scores[metric]) if metric in scores else None
 

@@ -29,7 +29,7 @@ from xformer.tasks.task import (
     of_rows,
     tensor_on,
 )
-from xformer.tasks.weighted import Weighted, average, f1
+from xformer.tasks.weighted import Weighted, average, macro_f1
 
 
 class Tag(Task):
@@ -131,7 +131,7 @@ class Tag(Task):
         classes = range(len(self.head.labels))
         scores = {
             "accuracy": lambda w: average(w[:, of_word], predicted == label),
-            "f1": lambda w: f1(w[:, of_word], predicted, label, classes),
+            "f1": lambda w: macro_f1(w[:, of_word], predicted, label, classes),
         }
         return Weighted(len(numbers), label, scores[metric]) if metric in scores else None
 

@@ -33,7 +33,7 @@ def ratio(weights: np.ndarray, part: np.ndarray, whole: np.ndarray) -> np.ndarra
     return np.asarray(weights @ part.astype(float) / (weights @ whole.astype(float)))
 
 
-def f1(
+def macro_f1(
     weights: np.ndarray, predicted: np.ndarray, label: np.ndarray, names: Sequence[int]
 ) -> np.ndarray:
     """The mean F1 of the classes `names`. It is 0 for a class that is neither predicted nor a
@@ -42,7 +42,7 @@ def f1(
     return np.asarray((2 * right / np.maximum(guessed + actual, 1)).mean(1))
 
 
-def mcc(weights: np.ndarray, predicted: np.ndarray, label: np.ndarray) -> np.ndarray:
+def matthews(weights: np.ndarray, predicted: np.ndarray, label: np.ndarray) -> np.ndarray:
     """Matthews' correlation coefficient for any number of classes (Gorodkin 2004). It is 0 if all
     predictions or all labels are equal."""
     right, guessed, actual = _counts(weights, predicted, label, np.union1d(predicted, label))
