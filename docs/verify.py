@@ -110,7 +110,8 @@ def compare(name: str, published: float, again: float | None) -> bool:
 
 def main(directory: Path) -> int:
     """The exit status."""
-    known, agree = {}, []
+    known: dict[tuple[str, ...], float] = {}
+    agree = []
     for path in sorted(directory.glob("*.zip")):
         with zipfile.ZipFile(path) as file:
             is_run = "config.json" in file.namelist()  # else the result of a command

@@ -62,8 +62,8 @@ def models(name: str) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
     """The predictions (S, N) of two models by formula, and the labels (N,)."""
     i, s = np.arange(EXAMPLES), np.arange(SEEDS)[:, None]
     if name == "spearman":
-        label = 7 * i % 40 / 8
-        return [*label + i * (3 + s) % 13], [*label + (5 * i + s) * (1 + s) % (7 + s)], label
+        score = 7 * i % 40 / 8
+        return [*score + i * (3 + s) % 13], [*score + (5 * i + s) * (1 + s) % (7 + s)], score
     label = i % 3 % 2
     base = np.where((5 * i + 7 * s + i // 9) % 13 < 4 + s % 3, 1 - label, label)
     other = np.where((3 * i + 4 * s + i // 7) % 17 < 3 + s // 2, 1 - label, label)
@@ -211,7 +211,11 @@ def test_the_variance_of_test_examples() -> None:
     counted."""
     rng = np.random.default_rng(2)
     common, own = rng.normal(0, 2.0, 400), rng.normal(0, 1.0, (10, 400))
-    scores = np.array([rescored(lambda w, r=run: w @ r / 400, 400, seed=0) for run in common + own])
+
+    def drawn(run: np.ndarray) -> np.ndarray:
+        return rescored(lambda w: np.asarray(w @ run / 400), 400, seed=0)
+
+    scores = np.array([drawn(run) for run in common + own])
     assert example_variance(scores) == pytest.approx(common.var() / 400, rel=0.15)
     assert example_variance(scores[:1]) == pytest.approx((common + own[0]).var() / 400, rel=0.1)
 

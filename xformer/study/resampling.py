@@ -192,9 +192,9 @@ def variances(
 
 def _by_levels(
     results: Results, table: ScoreTable, wanted: Levels, factors: Sequence[str]
-) -> dict[Replicate, float | np.ndarray]:
+) -> dict[Replicate, Any]:
     """The scores at some levels by the levels of random factors, averaged over all else."""
-    groups: dict[Replicate, list[float]] = {}
+    groups: dict[Replicate, list[Any]] = {}
     for score in results.scores(table, wanted):
         if score.value is not None:
             groups.setdefault(tuple(score.levels[f] for f in factors), []).append(score.value)

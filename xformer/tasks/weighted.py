@@ -45,7 +45,9 @@ def macro_f1(
 def matthews(weights: np.ndarray, predicted: np.ndarray, label: np.ndarray) -> np.ndarray:
     """Matthews' correlation coefficient for any number of classes (Gorodkin 2004). It is 0 if all
     predictions or all labels are equal."""
-    right, guessed, actual = _counts(weights, predicted, label, np.union1d(predicted, label))
+    right, guessed, actual = _counts(
+        weights, predicted, label, np.union1d(predicted, label).tolist()
+    )
     total = weights.sum(1)
     above = right.sum(1) * total - (guessed * actual).sum(1)
     below = (total**2 - (guessed**2).sum(1)) * (total**2 - (actual**2).sum(1))
