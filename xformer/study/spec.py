@@ -281,8 +281,8 @@ class Registration(Settings):
     # The minimum number of levels of each random factor, for each side of a claim: seeds.seed = 5
     # pre-trainings, seeds.draw = 2 fine-tunings of each.
     seeds: dict[str, int]
-    # Student's two-sided test of differences that are paired by the factor `seed`. Scores are first
-    # averaged over everything else.
+    # Student's two-sided test of differences that are paired by the factor `seed`; of a tie, two
+    # one-sided tests. Scores are first averaged over everything else.
     test: Literal["paired t over seed"] = "paired t over seed"
     # What a level of `seed` is, such as "a pre-training". The claims are about these.
     unit: str = Field(min_length=1)
