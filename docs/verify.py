@@ -17,6 +17,7 @@ import numpy as np
 from scipy import special, stats
 from sklearn import metrics
 
+AGREES, DIFFERS, UNKNOWN = "agrees", "DIFFERS", "not checked"
 UNLABELLED, UNSEEN = -1, -2  # rows without a label; with a class that does not occur in training
 
 
@@ -98,20 +99,20 @@ def effect(claim: dict, known: dict[tuple[str, ...], float]) -> dict[str, float]
     return {"effect": mean, "half": half, "p": p}
 
 
-def compare(name: str, published: float, again: float | None) -> bool:
-    """Print whether a number agrees; False if it does not."""
+def compare(name: str, published: float, again: float | None) -> str:
+    """Print and return whether a number agrees: AGREES, DIFFERS or UNKNOWN."""
     if again is None:
-        print(f"not checked  {name}: {published}")
-        return True
-    agrees = bool(np.isclose(published, again, rtol=1e-6, atol=1e-9))
-    print(f"{'agrees' if agrees else 'DIFFERS':<12} {name}: {published:.6g}, here {again:.6g}")
-    return agrees
+        print(f"{UNKNOWN:<12} {name}: {published:.6g}")
+        return UNKNOWN
+    word = AGREES if np.isclose(published, again, rtol=1e-6, atol=1e-9) else DIFFERS
+    print(f"{word:<12} {name}: {published:.6g}, here {again:.6g}")
+    return word
 
 
 def main(directory: Path) -> int:
     """The exit status."""
     known: dict[tuple[str, ...], float] = {}
-    agree = []
+    words = []
     for path in sorted(directory.glob("*.zip")):
         with zipfile.ZipFile(path) as file:
             is_run = "config.json" in file.namelist()  # else the result of a command
@@ -122,7 +123,7 @@ def main(directory: Path) -> int:
                 again = scores(dict(np.load(BytesIO(content)))) if kept else {}
                 known |= {(path.stem, split, name): value for name, value in again.items()}
                 for name, value in published[split].items():
-                    agree.append(compare(f"{path.stem} {split} {name}", value, again.get(name)))
+                    words.append(compare(f"{path.stem} {split} {name}", value, again.get(name)))
     for path in sorted(directory.glob("*.claims.json")):
         for claim in json.loads(path.read_text(encoding="utf-8"))["claims"]:
             sources = {tuple(of) for terms in claim["pairs"] for _, *of in terms}
@@ -130,9 +131,9 @@ def main(directory: Path) -> int:
             for name in ("effect", "half", "p"):
                 if claim[name] is not None:
                     title = f"{path.stem}: {claim['text']}: {name}"
-                    agree.append(compare(title, claim[name], again.get(name)))
-    print(f"{len(agree)} numbers, {agree.count(False)} differ")
-    return 1 if not all(agree) else 0
+                    words.append(compare(title, claim[name], again.get(name)))
+    print(", ".join(f"{words.count(word)} {word}" for word in (AGREES, DIFFERS, UNKNOWN)))
+    return 1 if DIFFERS in words else 0
 
 
 if __name__ == "__main__":
