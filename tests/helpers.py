@@ -17,6 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from xformer.tasks.task import Task
 
@@ -97,10 +99,21 @@ def kept_as_scored(run: Path) -> None:
     for split, path in files.items():
         assert read(path).split == split
         assert read(path).metrics() == result["metrics"][split]
+        resamples_as_scored(read(path))
     step = int(result["selected"].partition("step_")[2])
     lines = map(json.loads, (run / "log.jsonl").read_text().splitlines())
     events = [e for e in lines if e["event"] == "validation" and e["step"] == step]
     assert result["metrics"]["valid"].items() <= events[-1].items()
+
+
+def resamples_as_scored(predictions: Any) -> None:
+    """Check the metrics that can be resampled: if each example counts once, they are the scores."""
+    without = ("loss", "perplexity", "entity_f1", "pair_", "best_", "answerable_", "unanswerable_")
+    for name, score in predictions.metrics().items():
+        weighted = predictions.task.weighted(predictions, name)
+        assert weighted is not None or name.startswith(without), name
+        if weighted is not None:
+            assert abs(weighted.score(np.ones((1, weighted.examples)))[0] - score) < 1e-6, name
 
 
 def command(*arguments: str | Path, ranks: int = 1, cwd: Path = ROOT) -> Done:

@@ -46,7 +46,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "xformer.model.padded",
     ),
     "The convolutional network that can replace the encoder.": ("xformer.model.hilbert",),
-    "The interface of a task, and the model with a task's heads.": ("xformer.tasks.task",),
+    "The interface of a task, and the model with a task's heads; metrics of resampled examples.": (
+        "xformer.tasks.task",
+        "xformer.tasks.weighted",
+    ),
     "Tasks from which others inherit or borrow.": (
         "xformer.tasks.classify",
         "xformer.tasks.mlm",

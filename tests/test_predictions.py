@@ -13,7 +13,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import CLASSIFY, ROOT, SMOKE, Forks, good, kept_as_scored, training
+from helpers import (
+    CLASSIFY,
+    ROOT,
+    SMOKE,
+    Forks,
+    good,
+    kept_as_scored,
+    resamples_as_scored,
+    training,
+)
 from toys import Toys
 
 from xformer.data.errors import BadInput
@@ -198,6 +207,7 @@ def test_groups_and_unknown_labels_survive_the_file(tmp_path: Path) -> None:
     write(file, made, "key")
     again = read(file)
     assert again.metrics() == made.metrics()
+    resamples_as_scored(again)
     assert [again.arrays[n].dtype for n in arrays] == [np.uint8, np.float32, np.int8, np.uint16]
     known = label != -1
     chances = np.exp(outputs[known].astype(float))

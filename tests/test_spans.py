@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 import torch
 import toys
-from helpers import NO_DROPOUT, Forks, good, kept_as_scored, refused, task, training
+from helpers import (
+    NO_DROPOUT,
+    Forks,
+    good,
+    kept_as_scored,
+    refused,
+    resamples_as_scored,
+    task,
+    training,
+)
 
 from xformer.data.errors import BadInput
 from xformer.data.store import Split, open_store
@@ -170,6 +179,7 @@ def test_a_threshold_is_applied(store: Path) -> None:
         assert predictions(outputs, split, threshold).metrics() == pytest.approx(
             loss | span.squad(wanted, golds) | spans_best(texts, margins, golds)
         )
+        resamples_as_scored(predictions(outputs, split, threshold))
     scores = predictions(outputs, split, best).metrics()
     assert scores["f1"] == pytest.approx(scores["best_f1"])
     # a threshold also works if the answers are not known; without one all questions are answered

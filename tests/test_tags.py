@@ -18,7 +18,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import NO_DROPOUT, Forks, good, kept_as_scored, refused, training
+from helpers import (
+    NO_DROPOUT,
+    Forks,
+    good,
+    kept_as_scored,
+    refused,
+    resamples_as_scored,
+    training,
+)
 from toys import TOPICS, WORDS, Toys
 
 from xformer.data import published, vocabularies
@@ -360,6 +368,7 @@ def test_scores_equal_slow_loops() -> None:
     split = Split("x", 40, len(gold), {"labels": Ragged(gold, offsets)})
     outputs = np.column_stack([said + 1, losses]).astype(np.float32)
     metrics = predictions(outputs, split, names).metrics()
+    resamples_as_scored(predictions(outputs, split, names))
     scored = [i for i in range(len(gold)) if gold[i] not in (IGNORED, UNLABELLED) and said[i] >= 0]
     assert metrics["accuracy"] == np.mean([gold[i] == said[i] for i in scored])
     assert metrics["loss"] == pytest.approx(np.mean([losses[i] for i in scored if gold[i] >= 0]))

@@ -24,16 +24,24 @@ from pathlib import Path
 from typing import Any
 
 from scipy import stats
-from scipy.optimize import brentq
 
 from xformer.config import find_recipe, merge, read_recipe
 from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.study.plan import Plan
-from xformer.study.results import LEVEL, Results, both, half_width
-from xformer.study.spec import SEED, Claim, ScoreTable, Study, seeds_of
+from xformer.study.results import Results, both, half_width
+from xformer.study.spec import SEED, Claim, Levels, ScoreTable, Study, seeds_of
+from xformer.study.statistics import (
+    LEVEL,
+    MOST,
+    POWER,
+    detectable,
+    holm,
+    pairs_for_tie,
+    pairs_needed,
+    tie_test,
+)
 
-POWER = 0.8  # the probability with which a detectable difference is found
 PATIENCE = 20  # seconds for git
 DECIDES = ("stage", "rows", "columns", "metric", "split", "where", "minus", "means", "chance")
 
@@ -43,7 +51,8 @@ DECIDES = ("stage", "rows", "columns", "metric", "split", "where", "minus", "mea
 
 @dataclass(frozen=True)
 class Difference:
-    """The differences a - b of paired scores, and the two-sided p of "their mean is margin".
+    """The differences a - b of paired scores, and the p of a test of their mean; see `paired_test`
+    and `tied_test`.
 
     With one pair there is no p. The same holds if all pairs differ by the same amount: zero
     variance, as with two models at chance, says nothing about another seed.
@@ -71,6 +80,17 @@ class Difference:
             return None
         return detectable(len(self.each), tests=self.tests) * statistics.stdev(self.each)
 
+    def needed(self, margin: float, tie: bool) -> int | None:
+        """How many pairs would decide a claim with probability 0.8, if the true mean and spread are
+        those of these pairs. None if there is no spread, or if not even 1,000 would."""
+        if self.p is None:
+            return None
+        deviation = statistics.stdev(self.each)
+        mean, margin = self.mean / deviation, margin / deviation
+        if tie and abs(mean) < margin:
+            return pairs_for_tie(mean, margin, self.tests)
+        return pairs_needed(abs(mean) - margin if tie else mean - margin, self.tests)
+
 
 def paired_test(a: Sequence[float], b: Sequence[float], margin: float = 0.0) -> Difference:
     """The paired t test (Student 1908) of a - b against `margin`. Raises ValueError if the two
@@ -82,28 +102,15 @@ def paired_test(a: Sequence[float], b: Sequence[float], margin: float = 0.0) -> 
     return Difference(differences, float(stats.ttest_1samp(differences, margin).pvalue))
 
 
-def detectable(pairs: int, tests: int = 1) -> float:
-    """The true mean of differences, in standard deviations of the differences, that the two-sided
-    paired t test of this many pairs finds with probability POWER (Cohen 1988, section 2.2). With
-    several `tests` it is that of the strictest of them (Bonferroni). Infinite for one pair."""
-    if pairs < 2:
-        return math.inf
-    bound = stats.t.ppf(1 - (1 - LEVEL) / 2 / tests, pairs - 1)
-
-    def lacking(effect: float) -> float:
-        return float(stats.nct.sf(bound, pairs - 1, effect * pairs**0.5)) - POWER
-
-    return float(brentq(lacking, 0.0, 100.0))
-
-
-def holm(ps: Sequence[float]) -> list[float]:
-    """p-values adjusted for their number by stepping down (Holm 1979), in the order given."""
-    adjusted = [0.0] * len(ps)
-    highest = 0.0
-    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
-        highest = max(highest, min(1.0, (len(ps) - rank) * ps[i]))
-        adjusted[i] = highest
-    return adjusted
+def tied_test(a: Sequence[float], b: Sequence[float], margin: float) -> Difference:
+    """The test of "a and b tie within ± margin". Means of differences inside the margins can show a
+    tie, by two one-sided tests. Those outside can refute it, by the t test against the nearer
+    margin."""
+    mean = statistics.mean(x - y for x, y in zip(a, b, strict=True))
+    difference = paired_test(a, b, math.copysign(margin, mean))
+    if difference.p is None or abs(mean) >= margin:
+        return difference
+    return replace(difference, p=tie_test(difference.each, margin))
 
 
 # ---------------------------------------------------------------------------------- the verdicts
@@ -115,15 +122,61 @@ class Verdict:
 
     claim: Claim
     table: ScoreTable
-    state: str
+    levels: tuple[str, ...]  # at each of which the claim is tested; one if on average
     parts: tuple[tuple[str, Difference, float | None], ...]  # (level of each, difference, Holm's p)
     registered: str = ""  # the commit that held the claim first, or "exploratory"
     learnt: bool = True  # whether any of its runs is above chance
+    overall: tuple[float | None, ...] = ()  # Holm's p of each part over all tests of the study
+
+    @property
+    def margin(self) -> float:
+        """The claim's margin in the units of its table."""
+        return self.claim.margin * self.table.scale
+
+    @property
+    def state(self) -> str:
+        """The verdict of the study's test."""
+        return self._state([p for *_, p in self.parts])
+
+    @property
+    def state_overall(self) -> str:
+        """What it would be with the p-values that are adjusted over the study."""
+        return self._state(self.overall)
+
+    def _state(self, ps: Sequence[float | None]) -> str:
+        states = []
+        for (_, difference, _), p in zip(self.parts, ps, strict=True):
+            ahead = difference.mean > self.margin
+            if self.claim.tie:
+                ahead = abs(difference.mean) < self.margin
+            decided = p is not None and p <= 1 - LEVEL
+            states.append(("holds" if ahead else "fails") if decided else "undecided")
+        if not states:
+            return "no data"
+        if self.learnt and "fails" in states:
+            return "fails"
+        if not self.learnt or "undecided" in states or len(states) < len(self.levels):
+            return "undecided"
+        return "holds"
+
+    @property
+    def needed(self) -> str:
+        """How many seeds would decide an undecided claim, in words; else nothing."""
+        if self.state != "undecided" or not self.learnt:
+            return ""
+        open_parts = [d for _, d, p in self.parts if p is None or p > 1 - LEVEL]
+        numbers = [d.needed(self.margin, self.claim.tie) for d in open_parts]
+        known = [number for number in numbers if number is not None]
+        if len(known) < len(numbers) or not known:
+            return "-" if any(d.p is None for d in open_parts) else f"more than {MOST:,}"
+        return str(max(known))
 
     def evidence(self) -> str:
         """The differences that decided the claim, in words."""
-        digits, margin = self.table.digits, self.claim.margin * self.table.scale
+        digits, margin = self.table.digits, self.margin
         against = f"p against {margin:g}:" if margin else "p"
+        if self.claim.tie:
+            against = f"p of a tie within {margin:g}:"
         parts = []
         for level, difference, p in self.parts:
             text = f"{level} {difference.mean:+.{digits}f}".lstrip()
@@ -131,58 +184,75 @@ class Verdict:
                 text += f" ± {difference.half:.{digits}f}"
             elif len(difference.each) == 2:
                 text += f" {both(*difference.each, digits, '+')}"
-            small = "one pair, or no spread"
-            if p is not None:
-                small = f"{against} {p:.3f}" if p >= 0.0005 else f"{against} < 0.001"
+            small = "one pair, or no spread" if p is None else words_of(p, against)
             parts.append(f"{text} ({small})")
         floor = "" if self.learnt else "no run is above chance: "
         return floor + "; ".join(parts) if parts else "no runs to compare"
 
 
+def words_of(p: float, name: str = "p") -> str:
+    """ "p 0.012", or "p < 0.001"."""
+    return f"{name} {p:.3f}" if p >= 0.0005 else f"{name} < 0.001"
+
+
 def verdicts(results: Results) -> list[Verdict]:
-    """Every claim of a study, tested. The p-values of one claim are Holm-corrected."""
-    study = results.study
-    tested = [_verdict(results, claim, study.table(claim.table)) for claim in study.claims]
+    """Every claim of a study, tested. The p-values of one claim are Holm-corrected, and beside that
+    those of all claims together."""
+    study, every = results.study, tested(results)
     if study.registration is None:
-        return tested
+        return every
     first = first_result(results.plan)
     of_claims, of_runs = origins(study.path, study.scale)
     return [
         replace(verdict, registered=origin.words(first, of_runs))
-        for verdict, origin in zip(tested, of_claims, strict=True)
+        for verdict, origin in zip(every, of_claims, strict=True)
     ]
+
+
+def tested(results: Results) -> list[Verdict]:
+    """Every claim of a study, tested, without a look at the repository's history."""
+    study = results.study
+    every = [_verdict(results, claim, study.table(claim.table)) for claim in study.claims]
+    return _over_study(every, _looks(study))
 
 
 def _verdict(results: Results, claim: Claim, table: ScoreTable) -> Verdict:
     levels = results.study.levels_of(table).get(claim.each) or ("",)  # one if tested on average
     margin = claim.margin * table.scale
+    test = tied_test if claim.tie else paired_test
     differences = {}
     for level in levels:
-        fixed = {claim.each: level} if claim.each else {}
-        a, b = (results.replicates(table, {**s, **fixed}) for s in (claim.better, claim.than))
+        a, b = (results.replicates(table, side) for side in sides(claim, level))
         if shared := [seed for seed in a if seed in b]:
             pairs = [a[seed] for seed in shared], [b[seed] for seed in shared]
-            differences[level] = paired_test(*pairs, margin)
+            differences[level] = test(*pairs, margin)
     ps = [difference.p for difference in differences.values() if difference.p is not None]
     adjusted = iter(holm(ps))
-    looks = results.study.registration.looks if results.study.registration else 1
-    parts, states = [], []
+    looks = _looks(results.study)
+    parts = []
     for level, difference in differences.items():
         p = None if difference.p is None else min(1.0, looks * next(adjusted))
         parts.append((level, replace(difference, tests=len(ps) * looks), p))
-        decided = p is not None and p <= 1 - LEVEL
-        ahead = "holds" if difference.mean > margin else "fails"
-        states.append(ahead if decided else "undecided")
-    learnt = _learnt(results, claim, table)
-    if not states:
-        state = "no data"
-    elif learnt and "fails" in states:
-        state = "fails"
-    elif not learnt or "undecided" in states or len(states) < len(levels):
-        state = "undecided"
-    else:
-        state = "holds"
-    return Verdict(claim, table, state, tuple(parts), learnt=learnt)
+    return Verdict(claim, table, levels, tuple(parts), learnt=_learnt(results, claim, table))
+
+
+def _over_study(verdicts: Sequence[Verdict], looks: int) -> list[Verdict]:
+    """The verdicts, each with the p-values that are Holm-adjusted over all tests of the study."""
+    ps = [difference.p for verdict in verdicts for _, difference, _ in verdict.parts]
+    adjusted = iter(holm([p for p in ps if p is not None]))
+    every = iter([None if p is None else min(1.0, looks * next(adjusted)) for p in ps])
+    return [replace(one, overall=tuple(next(every) for _ in one.parts)) for one in verdicts]
+
+
+def sides(claim: Claim, level: str) -> tuple[Levels, Levels]:
+    """The levels of both sides of a claim, at a level of `each`."""
+    fixed = {claim.each: level} if claim.each else {}
+    return {**claim.better, **fixed}, {**claim.than, **fixed}
+
+
+def _looks(study: Study) -> int:
+    """How often each claim may be tested."""
+    return study.registration.looks if study.registration else 1
 
 
 def _learnt(results: Results, claim: Claim, table: ScoreTable) -> bool:

@@ -9,8 +9,9 @@ import numpy as np
 
 from xformer.data import style
 from xformer.study.claims import verdicts
-from xformer.study.results import LEVEL, Cell, Panel, Results
+from xformer.study.results import Cell, Panel, Results
 from xformer.study.spec import METRIC, Headline, ScoreTable
+from xformer.study.statistics import LEVEL
 
 NAME = "headline"  # of the files, without ending
 BAR = {"capsize": 4, "lw": 2.2, "ms": 8, "zorder": 3}  # how means and intervals look

@@ -6,6 +6,7 @@ that comes from a study file, a run or a log.
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 from base64 import b64encode
@@ -21,13 +22,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from xformer.analysis.drawing import plus_minus
 from xformer.config import toml_text
 from xformer.data import style
+from xformer.data.files import make_directory, write_text
 from xformer.study import headline
-from xformer.study.claims import Verdict, verdicts
+from xformer.study.claims import Verdict, sides, verdicts, words_of
 from xformer.study.forecast import Forecast, Notes
 from xformer.study.plan import Job
 from xformer.study.pool import Outcome
+from xformer.study.resampling import EXAMPLES, Shares, claim_records, random_factors, variances
 from xformer.study.results import (
-    LEVEL,
     Cell,
     Line,
     Panel,
@@ -38,10 +40,12 @@ from xformer.study.results import (
     write_csv,
 )
 from xformer.study.spec import METRIC, SEED, STATISTICS, Curves, Picture, ScoreTable, Shown, Summary
+from xformer.study.statistics import LEVEL
 
 TEMPLATES = Path(__file__).parent / "templates"
 WIDE = 4  # panels side by side
 SHOWN = 12  # settings in the figure of a sweep
+CLAIMS = "claims.json"  # the numbers of the claims, with their sources
 DIFFERS = ("where we differ", "the paper", "here", "why")  # headers of the table of deviations
 
 
@@ -130,11 +134,12 @@ def _grid(headers: Sequence[str], rows: Iterable[Iterable[str]], prose: bool = F
 def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path) -> Report:
     """The report of a study as far as it is finished, to be written into a directory."""
     study, plan = results.study, results.plan
-    notes = Notes(Forecast(plan))
-    sections = [*_headline(results), *_claims(results)]
+    notes, shares = Notes(Forecast(plan)), Shares(results)
+    sections = [*_headline(results), *_claims(results, shares)]
     if not study.shows():
         sections += [one for stage in study.stages for one in _settings(results, stage, notes)]
-    sections += [_table(results, table, notes) for table in study.tables]
+    sections += [_table(results, table, notes, shares) for table in study.tables]
+    sections += [one for table in study.tables for one in _variances(results, table, shares)]
     sections += [_summary(results, summary, notes) for summary in study.summaries]
     for curves in study.curves:
         if panels := results.panels(curves):
@@ -157,6 +162,7 @@ def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     """Write report.html, report.md, their figures and results.csv into a directory. Returns what to
     print: the headline, or without one the Markdown."""
     write_csv(directory / "results.csv", results, outcomes)
+    _write_claims(results, directory)
     report = build_report(results, outcomes, directory)
     for figure in filter(None, (section.figure for section in report.sections)):
         if figure.source is not None:
@@ -172,6 +178,18 @@ def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path
         drawn = headline.draw(results, results.study.headline)
         style.write(drawn, directory / f"{headline.NAME}.png")
     return "\n".join(headline.lines(results, results.study.headline))
+
+
+def _write_claims(results: Results, directory: Path) -> None:
+    """Write the numbers of the claims with their sources, for docs/verify.py: into the directory of
+    the report, and beside the kept results if there are any."""
+    if not (records := claim_records(results)):
+        return
+    text = ",\n".join(map(json.dumps, records))
+    write_text(directory / CLAIMS, f'{{"claims": [\n{text}\n]}}\n')
+    if (kept := results.plan.kept) is not None:
+        make_directory(kept, "kept=")
+        write_text(kept / f"{directory.name}.{CLAIMS}", (directory / CLAIMS).read_text("utf-8"))
 
 
 def render(report: Report, ending: str) -> str:
@@ -198,39 +216,82 @@ def _headline(results: Results) -> Iterator[Section]:
         yield Section("In one picture", figure=Drawing(f"{headline.NAME}.svg", svg))
 
 
-def _claims(results: Results) -> Iterator[Section]:
+def _claims(results: Results, shares: Shares) -> Iterator[Section]:
     study, every = results.study, verdicts(results)
     if not every:
         return
-    headers, note = ["claim", "verdict", "evidence"], ""
+    headers = ["claim", "verdict", "evidence"]
+    beside = {
+        "multi-bootstrap": [_bootstrap(verdict, shares) for verdict in every],
+        "Holm over the study": [_over_study(verdict) for verdict in every],
+        "seeds that would decide it": [verdict.needed for verdict in every],
+    }
+    beside = {header: texts for header, texts in beside.items() if any(texts)}
+    note = _undecided(every)
     if study.registration is not None:
-        headers += ["margin", "detectable at power 0.8", "registered"]
-        note = f"Registered: {study.registration.words()}."
+        note = f"{note} Registered: {study.registration.words()}.".lstrip()
+        beside["margin"] = [f"{verdict.margin:g}" for verdict in every]
+        beside["detectable at power 0.8"] = [_detectable(verdict) for verdict in every]
+        beside["registered"] = [verdict.registered for verdict in every]
     rows = []
-    for verdict in every:
+    for number, verdict in enumerate(every):
         row = [Entry(verdict.claim.text, prose=True), Entry(verdict.state, bold=True)]
-        row += [Entry(text, prose=True) for text in (verdict.evidence(), *_registration(verdict))]
-        rows.append(row)
+        texts = (verdict.evidence(), *(column[number] for column in beside.values()))
+        rows.append([*row, *(Entry(text, prose=True) for text in texts)])
+    headers += beside
     title = "The paper's claims, and whether they hold here" if study.paper else "Claims"
     yield Section(title, grid=Grid(headers, rows), note=note)
 
 
-def _registration(verdict: Verdict) -> list[str]:
-    """Margin, detectable effect and commit of a registered claim; otherwise nothing."""
-    if not verdict.registered:
-        return []
+def _detectable(verdict: Verdict) -> str:
+    """The differences that the seeds of a registered claim detect with power 0.8."""
     every = [difference.detectable for _, difference, _ in verdict.parts]
-    detected = [f"{number:.{verdict.table.digits}f}" for number in every if number is not None]
-    margin = f"{verdict.table.scale * verdict.claim.margin:g}"
-    return [margin, ", ".join(detected) or "-", verdict.registered]
+    texts = [f"{number:.{verdict.table.digits}f}" for number in every if number is not None]
+    return ", ".join(texts) or "-"
 
 
-def _table(results: Results, table: ScoreTable, notes: Notes) -> Section:
+def _bootstrap(verdict: Verdict, shares: Shares) -> str:
+    """The multi-bootstrap of each part of a claim: "1.2 to 3.4 (p 0.012)"; nothing if the
+    predictions of a run lack."""
+    digits, texts = verdict.table.digits, []
+    for level, *_ in verdict.parts:
+        pairs = shares.pairs(verdict.table, *sides(verdict.claim, level))
+        if drawn := shares.bootstrap([*pairs.values()], verdict.margin):
+            low, high = (f"{end:+.{digits}f}" for end in drawn.interval)
+            p = "" if verdict.claim.tie else f" ({words_of(drawn.p)})"
+            texts.append(f"{level} {low} to {high}{p}".lstrip())
+    return "; ".join(texts)
+
+
+def _over_study(verdict: Verdict) -> str:
+    """The p of each part of a claim, adjusted over all tests of the study, and the verdict if it
+    would be another."""
+    texts = [words_of(p) for p in verdict.overall if p is not None]
+    if texts and verdict.state_overall != verdict.state:
+        texts[-1] += f" ({verdict.state_overall})"
+    return "; ".join(texts)
+
+
+def _undecided(every: Sequence[Verdict]) -> str:
+    """The share of undecided claims, also if p is adjusted over the study."""
+    tested = [verdict for verdict in every if verdict.parts]
+    if not tested:
+        return ""
+    once = sum(verdict.state == "undecided" for verdict in tested)
+    overall = sum(verdict.state_overall == "undecided" for verdict in tested)
+    tests = sum(p is not None for verdict in tested for p in verdict.overall)
+    text = f"Undecided: {once} of {len(tested)} claims that have data ({once / len(tested):.0%})."
+    if tests > 1:
+        text += f" With Holm's correction over all {tests} tests of the study: {overall}."
+    return text
+
+
+def _table(results: Results, table: ScoreTable, notes: Notes, shares: Shares) -> Section:
     cells = results.cells(table)
     headers = [_column(table, cell.column) for cell in cells[0]]
     rows = [[Entry(row[0].row), *(_cell(cell, table.digits) for cell in row)] for row in cells]
-    drawing = None
-    if table.show == "mean" and any(cell.sample for row in cells for cell in row):
+    drawing, flat = None, [cell for row in cells for cell in row]
+    if table.show == "mean" and any(cell.sample for cell in flat):
         drawing = Drawing(svg=table_figure(table, cells, headers))
     return Section(
         table.title,
@@ -238,8 +299,47 @@ def _table(results: Results, table: ScoreTable, notes: Notes) -> Section:
         drawing,
         grid=Grid([table.rows, *headers], rows),
         deviations=_deviations(notes, table),
-        scores=_scores(cells, table.digits),
+        scores=_scores(cells, table.digits, [_resampled(results, table, shares, c) for c in flat]),
     )
+
+
+def _variances(results: Results, table: ScoreTable, shares: Shares) -> Iterator[Section]:
+    """How much of the variance of a score is due to seeds and to test examples; for tables in which
+    this is known of two or more of them."""
+    if table.show != "mean":
+        return
+    factors, rows = random_factors(results.study, table.stage), []
+    names = [*factors, EXAMPLES]
+    every = [
+        (f"{row}, {column}", variances(results, shares, table, row, column))
+        for row in results.study.levels_of(table)[table.rows]
+        for column in results.study.columns(table)
+    ]
+    names = [name for name in names if any(name in parts for _, parts in every)]
+    for cell, parts in every:
+        total = sum(max(0.0, part) for part in parts.values())
+        if total:
+            shown = [_part(parts.get(name), total, table.digits) for name in names]
+            rows.append((cell, f"{total**0.5:.{table.digits + 1}f}", *shown))
+    if len(names) < 2 or not rows:
+        return
+    headers = [
+        f"{name} ({factors[name]})" if factors.get(name, name) != name else name for name in names
+    ]
+    about = (
+        "The standard deviation of one run's score, and the share of each source in its variance. "
+    )
+    about += "Each seed is nested in those to its left. With few seeds these shares are rough."
+    grid = _grid(("cell", "deviation", *headers), rows)
+    yield Section(f"Where the variance comes from: {table.title}", about, grid=grid)
+
+
+def _part(variance: float | None, total: float, digits: int) -> str:
+    """ "62 % (1.31)": the share of a part, and the standard deviation that it adds by itself."""
+    if variance is None:
+        return "-"
+    part = max(0.0, variance)
+    return f"{100 * part / total:.0f} % ({part**0.5:.{digits + 1}f})"
 
 
 def _settings(results: Results, stage: str, notes: Notes) -> Iterator[Section]:
@@ -348,17 +448,26 @@ def _spread(cell: Cell, sample: Sample, digits: int) -> str:
     return f"{sample.words(digits)}{best}{failed}"
 
 
-def _scores(cells: list[list[Cell]], digits: int) -> Grid:
-    """Every score of every cell."""
-    rows = []
-    for cell in (cell for row in cells for cell in row):
+def _resampled(results: Results, table: ScoreTable, shares: Shares, cell: Cell) -> str:
+    """The interval of a cell's mean under resampled seeds and test examples; "-" if the predictions
+    of a run lack. A mean of columns has the examples of each column resampled by themselves."""
+    columns = results.means(table).get(cell.column, (cell.column,))
+    drawn = shares.bootstrap(shares.of_cell(table, cell.row, columns))
+    return "-" if drawn is None else " to ".join(f"{x:.{table.digits}f}" for x in drawn.interval)
+
+
+def _scores(cells: list[list[Cell]], digits: int, resampled: Sequence[str] = ()) -> Grid:
+    """Every score of every cell, with the intervals `resampled` of the cells if there are any."""
+    rows, headers = [], ["cell", "scores", "median", f"{LEVEL:.0%} interval of the mean"]
+    more = any(text != "-" for text in resampled)
+    for number, cell in enumerate(cell for row in cells for cell in row):
         if cell.sample is not None:
             scores = ", ".join(f"{score:.{digits}f}" for score in cell.sample.scores)
             ends = [f"{end:.{digits}f}" for end in cell.sample.interval or ()]
             median = f"{cell.sample.median:.{digits}f}"
             texts = (f"{cell.row}, {cell.column}", scores, median, " to ".join(ends) or "-")
-            rows.append(texts)
-    return _grid(("cell", "scores", "median", f"{LEVEL:.0%} interval of the mean"), rows)
+            rows.append([*texts, resampled[number]] if more else texts)
+    return _grid([*headers, "of seeds and test examples"] if more else headers, rows)
 
 
 def _summary(results: Results, summary: Summary, notes: Notes) -> Section:

@@ -48,8 +48,8 @@ from xformer.study.spec import (
     ScoreTable,
     Summary,
 )
+from xformer.study.statistics import LEVEL
 
-LEVEL = 0.95  # of every interval; tests decide at 1 - LEVEL
 ENOUGH = 8  # scores that a bootstrap needs; with three, its interval is just the range
 RESAMPLES = 10_000
 ROUNDING = 5e-4  # of a score at chance
@@ -99,6 +99,11 @@ def sample_of(scores: Sequence[float]) -> Sample:
         half = half_width(len(scores)) * deviation
         interval = (mean(scores) - half, mean(scores) + half)
     return Sample(tuple(scores), mean(scores), deviation, statistics.median(scores), interval)
+
+
+def mean_of(values: Sequence[Any]) -> Any:
+    """The mean of some numbers or arrays."""
+    return np.mean(values, axis=0) if isinstance(values[0], np.ndarray) else mean(values)
 
 
 def both(a: float, b: float, digits: int, sign: str = "") -> str:
@@ -223,7 +228,7 @@ class Results:
                     value = None if less is None else value - less
                 yield Score(job, {**job.levels, table.columns: column}, value, learnt)
 
-    def _score(self, job: Job, table: ScoreTable, column: str) -> float | None:
+    def _score(self, job: Job, table: ScoreTable, column: str) -> Any:
         """A run's score in a column of a table, in its units; None if the run is not finished."""
         named, _, metric = table.metric_of(column).rpartition(".")
         splits = self.metrics.get(job.key)
@@ -237,10 +242,14 @@ class Results:
                     f"{self.study.path}: table {table.name}: {job.name} has no "
                     f"{split}.{metric}; it has {known}"
                 )
-            scores.append(splits[split][metric])
-        return mean(scores) * table.scale
+            scores.append(self._value(job, split, metric))
+        return mean_of(scores) * table.scale
 
-    def replicates(self, table: ScoreTable, wanted: Levels) -> dict[Replicate, float]:
+    def _value(self, job: Job, split: str, metric: str) -> Any:
+        """A score of a finished run."""
+        return self.metrics[job.key][split][metric]
+
+    def replicates(self, table: ScoreTable, wanted: Levels) -> dict[Replicate, Any]:
         """Scores of the runs at these levels by seed, averaged over everything else.
 
         A seed that lacks a score is left out, so that all averages are over the same runs. If no
@@ -255,7 +264,7 @@ class Results:
             key = tuple(score.levels[factor] for factor in replicates)
             groups.setdefault(key, []).append(score.value)
         whole = {k: [v for v in values if v is not None] for k, values in groups.items()}
-        return {k: mean(values) for k, values in whole.items() if len(values) == len(groups[k])}
+        return {k: mean_of(values) for k, values in whole.items() if len(values) == len(groups[k])}
 
     def means(self, table: ScoreTable) -> dict[str, tuple[str, ...]]:
         """The columns that each mean of columns has at this scale."""

@@ -270,6 +270,8 @@ class Claim(Settings):
     each: str = ""
     # By how much, in the units of the metric. A negative margin makes it a non-inferiority claim.
     margin: float = 0.0
+    # Instead: both score the same, up to the margin in either direction.
+    tie: bool = False
 
 
 class Registration(Settings):
@@ -279,8 +281,8 @@ class Registration(Settings):
     # The minimum number of levels of each random factor, for each side of a claim: seeds.seed = 5
     # pre-trainings, seeds.draw = 2 fine-tunings of each.
     seeds: dict[str, int]
-    # Student's two-sided test of differences that are paired by the factor `seed`. Scores are first
-    # averaged over everything else.
+    # Student's two-sided test of differences that are paired by the factor `seed`; of a tie, two
+    # one-sided tests. Scores are first averaged over everything else.
     test: Literal["paired t over seed"] = "paired t over seed"
     # What a level of `seed` is, such as "a pre-training". The claims are about these.
     unit: str = Field(min_length=1)
@@ -668,6 +670,8 @@ def _bad_claim(study: Study, claim: Claim) -> Iterator[str]:
         return
     if table.columns == METRIC and not all(METRIC in (*side, claim.each) for side in sides):
         yield f"say which {METRIC} of table {table.name}"
+    if claim.tie and claim.margin <= 0:
+        yield f"a tie needs a margin above 0, not {claim.margin:g}: how far apart the sides may be"
     if claim.better == claim.than or claim.each in {**claim.better, **claim.than}:
         yield "it compares a level with itself"
     for (factor, number), side in product(needed.items(), sides):

@@ -25,6 +25,7 @@ from xformer.tasks.task import (
     no_labels,
     texts,
 )
+from xformer.tasks.weighted import Weighted, average
 
 
 class Choice(Pooled):
@@ -70,15 +71,16 @@ class Choice(Pooled):
 
     def score(self, predictions: Predictions) -> dict[str, float]:
         """Means over questions."""
-        questions = int(predictions.arrays["group"][-1]) + 1
-        logits = predictions.arrays["outputs"].astype(np.float64).reshape(questions, -1)
-        labels = predictions.arrays["label"].reshape(questions, -1)[:, 0]
-        known = np.flatnonzero(labels != UNLABELLED)
-        if not len(known):
-            raise no_labels(predictions.split)
-        losses = -log_softmax(logits)[known, labels[known]]
-        right = logits[known].argmax(1) == labels[known]
-        return {"loss": float(losses.mean()), "accuracy": float(right.mean())}
+        logits, labels = by_question(predictions)
+        losses = -log_softmax(logits)[np.arange(len(labels)), labels]
+        return {"loss": float(losses.mean()), "accuracy": float(right(logits, labels).mean())}
+
+    def weighted(self, predictions: Predictions, metric: str) -> Weighted | None:
+        if metric != "accuracy":
+            return None
+        logits, labels = by_question(predictions)
+        hits = right(logits, labels)
+        return Weighted(len(labels), labels, lambda w: average(w, hits))
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
         """One line per question: the number of its likeliest ending, counted as in the training
@@ -105,3 +107,20 @@ class Choice(Pooled):
         labels = np.asarray(split.columns["label"])[:: split.together].tolist()
         names = ["" if label < 0 else str(self._first + label) for label in labels]
         return names if self.has_labels(split) else None
+
+
+def by_question(predictions: Predictions) -> tuple[np.ndarray, np.ndarray]:
+    """The scores of the endings (Q, n) and the correct endings (Q,) of the labelled questions.
+    Raises BadInput if there are none."""
+    questions = int(predictions.arrays["group"][-1]) + 1
+    logits = predictions.arrays["outputs"].astype(np.float64).reshape(questions, -1)
+    labels = predictions.arrays["label"].reshape(questions, -1)[:, 0]
+    known = np.flatnonzero(labels != UNLABELLED)
+    if not len(known):
+        raise no_labels(predictions.split)
+    return logits[known], labels[known]
+
+
+def right(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Whether each question's likeliest ending is the correct one, (Q,)."""
+    return np.asarray(logits.argmax(1) == labels)

@@ -29,6 +29,7 @@ from xformer.tasks.task import (
     of_rows,
     texts,
 )
+from xformer.tasks.weighted import Weighted, average, macro_f1, matthews
 
 
 class Pooled(Task):
@@ -127,14 +128,19 @@ class Classify(Pooled):
         """The loss is a mean over rows. If rows form groups, the other metrics are over groups. The
         predicted class of a group is the one that most of its rows vote for (Kao & Lee 2021,
         appendix G.4)."""
-        logits, labels, groups = known_rows(predictions, predictions.arrays["label"] != UNLABELLED)
-        log_probability = log_softmax(logits)
-        losses = losses_of(log_probability, labels)
-        ranking = logits
-        if groups is not None:
-            ranking = vote(log_probability, groups)
-            labels = first_by_group(labels, groups)
-        return losses | classification(ranking.argmax(1), labels, ranking.shape[1])
+        logits, labels, _ = known_rows(predictions, predictions.arrays["label"] != UNLABELLED)
+        losses = losses_of(log_softmax(logits), labels)
+        return losses | classification(*chosen(predictions), logits.shape[1])
+
+    def weighted(self, predictions: Predictions, metric: str) -> Weighted | None:
+        predicted, labels = chosen(predictions)
+        names = [1] if self.outputs == 2 else range(self.outputs)
+        scores = {
+            "accuracy": lambda w: average(w, predicted == labels),
+            "f1": lambda w: macro_f1(w, predicted, labels, names),
+            "mcc": lambda w: matthews(w, predicted, labels),
+        }
+        return Weighted(len(labels), labels, scores[metric]) if metric in scores else None
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
         """One line per row; one per group if the rows come from a file and form groups."""
@@ -212,6 +218,14 @@ def losses_of(log_probability: np.ndarray, labels: np.ndarray) -> dict[str, floa
     seen = np.flatnonzero(labels != UNSEEN)
     losses = -log_probability[seen, labels[seen]]
     return {"loss": float(losses.mean())} if len(seen) else {}
+
+
+def chosen(predictions: Predictions) -> tuple[np.ndarray, np.ndarray]:
+    """The predicted classes and the labels, (N,) each; of groups if the rows form groups."""
+    logits, labels, groups = known_rows(predictions, predictions.arrays["label"] != UNLABELLED)
+    if groups is None:
+        return logits.argmax(1), labels
+    return vote(log_softmax(logits), groups).argmax(1), first_by_group(labels, groups)
 
 
 def vote(log_probabilities: np.ndarray, groups: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from xformer.model.encoder import Norm, activate
 from xformer.ops.padding import pad_rows
 from xformer.ops.vocabulary_loss import vocabulary_loss
 from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions, Task, labelled, tensor_on
+from xformer.tasks.weighted import Weighted, ratio
 
 
 class MLMHead(nn.Module):
@@ -161,6 +162,14 @@ class MLM(Task):
             "accuracy": int(correct.sum()) / count,
             "perplexity": math.exp(min(mean, 700)),
         }
+
+    def weighted(self, predictions: Predictions, metric: str) -> Weighted | None:
+        """The examples are rows; an accuracy is still a mean over their masked tokens."""
+        parts = {"loss": "loss", "accuracy": "correct"}
+        if metric not in parts:
+            return None
+        part, masked = predictions.arrays[parts[metric]], predictions.arrays["masked"]
+        return Weighted(len(masked), masked, lambda w: ratio(w, part, masked))
 
 
 # ------------------------------------------------------------------------------ filling a mask

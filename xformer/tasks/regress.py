@@ -27,6 +27,7 @@ from xformer.tasks.task import (
     of_rows,
     some_rows,
 )
+from xformer.tasks.weighted import Weighted, pearson, spearman
 
 CORRELATIONS = ("pearson", "spearman")
 
@@ -71,17 +72,22 @@ class Regress(Pooled):
         """The loss is a mean over rows. If rows form groups, the correlations are over groups, with
         the mean predicted score of each group's rows."""
         label = predictions.arrays["label"]
-        outputs, labels, groups = known_rows(predictions, ~np.isnan(label))
+        outputs, labels, _ = known_rows(predictions, ~np.isnan(label))
         if len(bad := np.flatnonzero(np.isinf(label))):
             raise BadInput(
                 f"the split {predictions.split!r}: {len(bad):,} labels are not finite, in the rows "
                 f"{some_rows(bad)}; correct them and make the store again"
             )
         loss = float(((outputs[:, 0] - labels) ** 2).mean())
-        if groups is not None:
-            outputs = mean_by_group(outputs, groups)
-            labels = first_by_group(labels, groups)
-        return {"loss": loss, **regression(outputs[:, 0], labels)}
+        return {"loss": loss, **regression(*scored(predictions))}
+
+    def weighted(self, predictions: Predictions, metric: str) -> Weighted | None:
+        outputs, labels = scored(predictions)
+        correlations = {"pearson": pearson, "spearman": spearman}
+        if metric not in correlations:
+            return None
+        correlation = correlations[metric]
+        return Weighted(len(labels), labels, lambda w: correlation(w, outputs, labels))
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
         return {"score": [f"{score:.4f}" for score in outputs[:, 0]]} | of_rows(split)
@@ -90,6 +96,15 @@ class Regress(Pooled):
         labels = np.asarray(split.columns["label"])
         known = self.has_labels(split)
         return ["" if np.isnan(label) else str(label) for label in labels] if known else None
+
+
+def scored(predictions: Predictions) -> tuple[np.ndarray, np.ndarray]:
+    """The predicted scores and the labels, (N,) each; of groups if the rows form groups."""
+    label = predictions.arrays["label"]
+    outputs, labels, groups = known_rows(predictions, ~np.isnan(label))
+    if groups is None:
+        return outputs[:, 0], labels
+    return mean_by_group(outputs, groups)[:, 0], first_by_group(labels, groups)
 
 
 def regression(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:

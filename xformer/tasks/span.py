@@ -33,9 +33,11 @@ from xformer.tasks.task import (
     tensor_on,
     texts,
 )
+from xformer.tasks.weighted import Weighted, average
 
 LONGEST = 30  # largest number of tokens in an answer (Devlin et al. 2019)
 NO_ANSWER, BEST, FIRST, LAST, LOSS = range(5)  # the columns of the outputs; see Span
+MEANS = ("exact_match", "f1")  # metrics that are means over questions
 
 
 class Span(Task):
@@ -132,21 +134,20 @@ class Span(Task):
         the threshold (see the function `threshold` for its default). If some questions have no
         answer, the best threshold and its scores are returned too.
         """
-        assert predictions.questions is not None
-        arrays, right = predictions.arrays, predictions.questions.right
-        _, margin = best_windows(arrays["best"], arrays["no_answer"], arrays["group"])
-        known = [i for i, answers in enumerate(right) if answers is not None]
-        if not known:
-            raise BadInput(
-                f"the split {predictions.split!r} has no answers to score against; give another "
-                "split=, or, for training, another store"
-            )
-        gold = [right[i] or [] for i in known]
-        predicted, margin = [predictions.questions.answer[i] for i in known], margin[known]
-        chosen = answered(predicted, margin, threshold(right, predictions.threshold))
-        scores = {"loss": float(arrays["loss"].astype(np.float64).mean())}
+        predicted, margin, gold = asked(predictions)
+        chosen = answered(predicted, margin, threshold(gold, predictions.threshold))
+        scores = {"loss": float(predictions.arrays["loss"].astype(np.float64).mean())}
         scores |= squad(chosen, gold)
         return scores | ({} if all(gold) else squad_with_threshold(predicted, margin, gold))
+
+    def weighted(self, predictions: Predictions, metric: str) -> Weighted | None:
+        if metric not in MEANS:
+            return None
+        predicted, margin, gold = asked(predictions)
+        chosen = answered(predicted, margin, threshold(gold, predictions.threshold))
+        pairs = zip(chosen, gold, strict=True)
+        values = np.array([answer_scores(*pair)[MEANS.index(metric)] for pair in pairs])
+        return Weighted(len(gold), np.array([repr(g) for g in gold]), lambda w: average(w, values))
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
         """One line per question: its answer, by how much "no answer" scores higher, and the
@@ -218,6 +219,22 @@ def best_windows(
     null = np.full(len(windows), np.inf)
     np.minimum.at(null, groups, no_answer)
     return windows, null - best[windows]
+
+
+def asked(predictions: Predictions) -> tuple[list[str], np.ndarray, list[list[str]]]:
+    """The predicted answers, the margins of `best_windows` (Q,) and the right answers of the
+    questions that are scored. Raises BadInput if there are none."""
+    assert predictions.questions is not None
+    arrays, right = predictions.arrays, predictions.questions.right
+    _, margin = best_windows(arrays["best"], arrays["no_answer"], arrays["group"])
+    known = [i for i, answers in enumerate(right) if answers is not None]
+    if not known:
+        raise BadInput(
+            f"the split {predictions.split!r} has no answers to score against; give another "
+            "split=, or, for training, another store"
+        )
+    predicted = [predictions.questions.answer[i] for i in known]
+    return predicted, margin[known], [right[i] or [] for i in known]
 
 
 def answers(outputs: np.ndarray, split: Split) -> tuple[list[str], np.ndarray]:
@@ -307,7 +324,7 @@ def squad(answers: Sequence[str], wanted: Sequence[Sequence[str]]) -> dict[str, 
     return {
         f"{part}{name}": float(scores[which, i].mean())
         for part, which in parts.items()
-        for i, name in enumerate(("exact_match", "f1"))
+        for i, name in enumerate(MEANS)
     }
 
 

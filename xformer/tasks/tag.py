@@ -29,6 +29,7 @@ from xformer.tasks.task import (
     of_rows,
     tensor_on,
 )
+from xformer.tasks.weighted import Weighted, average, macro_f1
 
 
 class Tag(Task):
@@ -115,18 +116,24 @@ class Tag(Task):
         """loss, accuracy and f1 (the mean over classes) over labelled words, and entity_f1 if the
         classes are of the form B-X, I-X and O. Truncated words are not scored. The loss leaves out
         words whose class does not occur in training; accuracy and f1 count them as wrong."""
-        row, label, predicted = (predictions.arrays[name] for name in ("row", "label", "predicted"))
-        scored = (label != UNLABELLED) & (predicted >= 0)
-        if not scored.any():
-            raise no_labels(predictions.split)
-        seen = scored & (label >= 0)
-        losses = predictions.arrays["loss"][seen].astype(np.float64)
-        scores = {"loss": float(losses.mean())} if seen.any() else {}
-        row, label, predicted = row[scored], label[scored], predicted[scored]
+        row, label, predicted, losses = scored(predictions)
+        losses = losses[label >= 0].astype(np.float64)
+        scores = {"loss": float(losses.mean())} if len(losses) else {}
         scores |= tagging(predicted, label, len(self.head.labels))
         if is_bio(self.head.labels):
             scores["entity_f1"] = entity_f1(predicted, label, row, self.head.labels)
         return scores
+
+    def weighted(self, predictions: Predictions, metric: str) -> Weighted | None:
+        """The examples are rows, and a row counts with all of its words."""
+        row, label, predicted, _ = scored(predictions)
+        numbers, of_word = np.unique(row, return_inverse=True)
+        classes = range(len(self.head.labels))
+        scores = {
+            "accuracy": lambda w: average(w[:, of_word], predicted == label),
+            "f1": lambda w: macro_f1(w[:, of_word], predicted, label, classes),
+        }
+        return Weighted(len(numbers), label, scores[metric]) if metric in scores else None
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
         """One line per row: the predicted classes of its words, NO_LABEL for truncated words."""
@@ -152,6 +159,21 @@ def dropout_of_tokens(model: Model) -> float:
     """The dropout rate before a head that reads every token."""
     config = model.config
     return config.dropout if config.dropout_form == "distilbert" else config.before_head
+
+
+def scored(
+    predictions: Predictions,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """row, label, predicted and loss of the words that are scored, (W,) each. Raises BadInput if
+    there are none."""
+    arrays = predictions.arrays
+    known = (arrays["label"] != UNLABELLED) & (arrays["predicted"] >= 0)
+    if not known.any():
+        raise no_labels(predictions.split)
+    row, label, predicted, loss = (
+        arrays[name][known] for name in ("row", "label", "predicted", "loss")
+    )
+    return row, label, predicted, loss
 
 
 def tagging(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:

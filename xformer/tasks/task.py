@@ -24,6 +24,7 @@ from xformer.model.encoder import Encoder, Norm, activate
 from xformer.model.hilbert import FEATURES, HilbertCNN
 from xformer.model.padded import packed
 from xformer.ops.dropout import dropout
+from xformer.tasks.weighted import Weighted
 
 # in the order of a model's weights
 HEADS = ("mlm_head", "pooler", "pair_head", "contact_head", "task_head")
@@ -292,6 +293,11 @@ class Task(ABC):
     @abstractmethod
     def score(self, predictions: Predictions) -> dict[str, float]:
         """All metrics of the predictions for a split. Raises BadInput if no row has a label."""
+
+    def weighted(self, predictions: Predictions, metric: str) -> Weighted | None:
+        """A metric as a function of how often each test example counts, to resample them. None if
+        the task has no such function for the metric."""
+        return None
 
     # ------------------------------------------------------------------------- predictions as text
 

@@ -1,0 +1,140 @@
+"""Recompute every score in a directory of kept results, and every effect in its *.claims.json, from
+the predictions. Only numpy, scipy and scikit-learn are needed. docs/formats.md describes the files.
+
+    python docs/verify.py                     # results/
+    python docs/verify.py runs/kept
+
+A line says for each number whether it agrees. The exit status is 1 if one does not.
+"""
+
+import json
+import sys
+import zipfile
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from scipy import special, stats
+from sklearn import metrics
+
+AGREES, DIFFERS, UNKNOWN = "agrees", "DIFFERS", "not checked"
+UNLABELLED, UNSEEN = -1, -2  # rows without a label; with a class that does not occur in training
+
+
+def scores(arrays: dict[str, np.ndarray]) -> dict[str, float]:
+    """The scores of the predictions of one split, by name."""
+    about = json.loads(arrays["about"].item())
+    head = about["head"]
+    if head == "mlm":
+        return masked(arrays)
+    if head == "tag":
+        known = (arrays["label"] != UNLABELLED) & (arrays["predicted"] >= 0)
+        return classes(arrays["predicted"][known], arrays["label"][known], len(about["classes"]))
+    if head not in ("classify", "regress", "choice"):
+        return {}
+    label, outputs = arrays["label"], arrays["outputs"].astype(float)
+    known = ~np.isnan(label) if head == "regress" else label != UNLABELLED
+    outputs, label = outputs[known], label[known]
+    group = arrays["group"][known] if "group" in arrays else np.arange(len(label))
+    _, first, group = np.unique(group, return_index=True, return_inverse=True)
+    if head == "choice":
+        outputs, label = outputs.reshape(len(first), -1), label[first]
+        accuracy = float((outputs.argmax(1) == label).mean())
+        return {"loss": cross_entropy(outputs, label), "accuracy": accuracy}
+    if head == "regress":
+        x, y = of_groups(outputs, group)[:, 0], label[first]
+        again = {"loss": float(((outputs[:, 0] - label) ** 2).mean()), "pearson": 0, "spearman": 0}
+        if np.ptp(x) and np.ptp(y):  # else there is no correlation, and GLUE counts it as 0
+            again |= {"pearson": stats.pearsonr(x, y)[0], "spearman": stats.spearmanr(x, y)[0]}
+        return again
+    loss = cross_entropy(outputs, label)
+    if len(first) < len(label):  # rows vote for a class; the mean probability breaks ties
+        votes = np.eye(outputs.shape[1])[outputs.argmax(1)]
+        counted = of_groups(votes, group) * np.bincount(group)[:, None]
+        outputs = counted + of_groups(special.softmax(outputs, 1), group) / 2
+    predicted, label = outputs.argmax(1), label[first]
+    again = {"loss": loss, "mcc": metrics.matthews_corrcoef(label, predicted)}
+    return again | classes(predicted, label, outputs.shape[1])
+
+
+def classes(predicted: np.ndarray, label: np.ndarray, count: int) -> dict[str, float]:
+    """Accuracy, and F1: that of class 1 if there are two classes, else the mean over classes."""
+    names = [1] if count == 2 else range(count)
+    f1 = metrics.f1_score(label, predicted, labels=names, average="macro", zero_division=0)
+    return {"accuracy": (predicted == label).mean(), "f1": f1}
+
+
+def cross_entropy(outputs: np.ndarray, label: np.ndarray) -> float:
+    """The mean over the rows whose class occurs in training."""
+    seen = np.flatnonzero(label != UNSEEN)
+    return float(-special.log_softmax(outputs, 1)[seen, label[seen]].mean())
+
+
+def of_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """The mean of each group's rows."""
+    return np.array([values[group == i].mean(0) for i in range(group.max() + 1)])
+
+
+def masked(arrays: dict[str, np.ndarray]) -> dict[str, float]:
+    """Scores of masked language modelling; with a pair head those of the pairs too."""
+    count = arrays["masked"].sum()
+    loss = arrays["loss"].astype(float).sum() / count
+    again = {"loss": loss, "accuracy": arrays["correct"].sum() / count, "perplexity": np.exp(loss)}
+    if "label" in arrays and (known := arrays["label"] != UNLABELLED).any():
+        outputs, label = arrays["outputs"][known].astype(float), arrays["label"][known]
+        again["pair_loss"] = cross_entropy(outputs, label)
+        again["pair_accuracy"] = (outputs.argmax(1) == label).mean()
+    return again
+
+
+def effect(claim: dict, known: dict[tuple[str, ...], float]) -> dict[str, float]:
+    """Mean, half width of the 95 % t interval, and p of a claim, from recomputed scores."""
+    pairs = [sum(weight * known[tuple(of)] for weight, *of in terms) for terms in claim["pairs"]]
+    mean, margin = np.mean(pairs), claim["margin"]
+    p = stats.ttest_1samp(pairs, -margin if claim["tie"] and mean < 0 else margin).pvalue
+    if claim["tie"] and abs(mean) < margin:  # two one-sided tests
+        one = stats.ttest_1samp(pairs, -margin, alternative="greater").pvalue
+        p = max(one, stats.ttest_1samp(pairs, margin, alternative="less").pvalue)
+    half = stats.t.ppf(0.975, len(pairs) - 1) * stats.sem(pairs)
+    return {"effect": mean, "half": half, "p": p}
+
+
+def compare(name: str, published: float, again: float | None) -> str:
+    """Print and return whether a number agrees: AGREES, DIFFERS or UNKNOWN."""
+    if again is None:
+        print(f"{UNKNOWN:<12} {name}: {published:.6g}")
+        return UNKNOWN
+    word = AGREES if np.isclose(published, again, rtol=1e-6, atol=1e-9) else DIFFERS
+    print(f"{word:<12} {name}: {published:.6g}, here {again:.6g}")
+    return word
+
+
+def main(directory: Path) -> int:
+    """The exit status."""
+    known: dict[tuple[str, ...], float] = {}
+    words = []
+    for path in sorted(directory.glob("*.zip")):
+        with zipfile.ZipFile(path) as file:
+            is_run = "config.json" in file.namelist()  # else the result of a command
+            published = json.loads(file.read("result.json"))["metrics"] if is_run else {}
+            for split in published:
+                kept = f"predictions/{split}.npz" in file.namelist()
+                content = file.read(f"predictions/{split}.npz") if kept else b""
+                again = scores(dict(np.load(BytesIO(content)))) if kept else {}
+                known |= {(path.stem, split, name): value for name, value in again.items()}
+                for name, value in published[split].items():
+                    words.append(compare(f"{path.stem} {split} {name}", value, again.get(name)))
+    for path in sorted(directory.glob("*.claims.json")):
+        for claim in json.loads(path.read_text(encoding="utf-8"))["claims"]:
+            sources = {tuple(of) for terms in claim["pairs"] for _, *of in terms}
+            again = effect(claim, known) if sources <= known.keys() else {}
+            for name in ("effect", "half", "p"):
+                if claim[name] is not None:
+                    title = f"{path.stem}: {claim['text']}: {name}"
+                    words.append(compare(title, claim[name], again.get(name)))
+    print(", ".join(f"{words.count(word)} {word}" for word in (AGREES, DIFFERS, UNKNOWN)))
+    return 1 if DIFFERS in words else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parents[1] / "results"))

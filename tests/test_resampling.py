@@ -1,0 +1,303 @@
+"""What a report says beside the tests of a study: multi-bootstraps over seeds and test examples,
+Holm over the study, ties, seeds that would decide, and where variance is from. docs/verify.py
+computes the numbers again.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import ROOT
+from scipy import stats
+from test_study import STUDY, data, finish, markdown_of, plan_of  # noqa: F401
+
+from xformer.data.errors import BadInput
+from xformer.predictions import write
+from xformer.study.claims import tied_test, verdicts
+from xformer.study.plan import Job, Plan
+from xformer.study.report import write_report
+from xformer.study.resampling import EXAMPLES, Shares, random_factors, variances
+from xformer.study.results import Ledger, Results
+from xformer.study.spec import read_study
+from xformer.study.statistics import holm
+from xformer.tasks.known import task_of
+from xformer.tasks.task import Head, Predictions
+
+ROWS = 120
+SEEDS = ("vary.seed = [0, 1]", "vary.seed = [0, 1, 2, 3, 4]")
+MEAN = ('columns = "rate"', 'columns = "rate"\nmeans.both = ["low", "high"]')
+TIE = """
+[[claims]]
+text = "the rate does not matter"
+table = "main"
+better.rate = "low"
+than.rate = "high"
+tie = true
+margin = 0.2
+[scales.mini]"""
+
+
+def study(tmp_path: Path, *pairs: tuple[str, str]) -> Path:
+    text = STUDY
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "letters.toml"
+    path.write_text(text)
+    return path
+
+
+def train(plan: Plan) -> None:
+    """Write the predictions and scores of all runs of the stage finetune. Rows are harder at the
+    low rate; seeds, and drawings within them, have good and bad days."""
+    for run in plan.runs("finetune"):
+        rng = np.random.default_rng([int(run.key[:8], 16)])
+        levels = run.levels
+        day = np.random.default_rng(int(levels["seed"])).normal(0, 0.06)
+        chance = 0.62 + day + 0.2 * (levels["start"] == "pretrained")
+        chance -= 0.5 * (np.arange(ROWS) % 3 == 0) * (levels["rate"] == "low")
+        keep(run, rng.random(ROWS) < chance)
+
+
+def keep(run: Job, right: np.ndarray) -> None:
+    """What a run writes that has classified these test rows correctly."""
+    label = np.arange(ROWS) // 2 % 2
+    task = task_of(Head("classify", ("no", "yes")))
+    assert task is not None
+    said = np.where(right, label, 1 - label)
+    outputs = np.eye(2, dtype=np.float32)[said]
+    arrays: dict[str, np.ndarray] = {"row": np.arange(ROWS), "outputs": outputs, "label": label}
+    predictions = Predictions(task, "test", arrays)
+    write(run.path / "predictions/test.npz", predictions, "key")
+    metrics = {"test": predictions.metrics()}
+    result = {"metrics": metrics, "seconds": 2.0, "selected": "checkpoints/step_4"}
+    run.proof.write_text(json.dumps(result))
+    (run.path / "config.json").write_text("{}")
+    (run.path / "checkpoints/step_4").mkdir(parents=True)
+    (run.path / "checkpoints/step_4/model.safetensors").write_bytes(b"weights")
+    (run.path / "checkpoints/step_4/manifest.json").write_text("{}")
+
+
+@pytest.fixture
+def trained(tmp_path: Path, data: Path) -> Results:  # noqa: F811
+    path = study(tmp_path, SEEDS, MEAN, ("\n[scales.mini]", TIE))
+    plan = plan_of(path, tmp_path, data=str(data))
+    train(plan)
+    return Results(plan)
+
+
+def test_the_interval_of_a_claim_is_that_of_its_authors_method(trained: Results) -> None:
+    """Written out with loops: seeds and examples drawn with replacement, both models scored on the
+    same seeds and examples."""
+    table, shares = trained.study.tables[0], Shares(trained)
+    pairs = shares.pairs(table, {"start": "pretrained"}, {"start": "scratch"})
+    drawn = shares.bootstrap([*pairs.values()])
+    assert drawn is not None
+    right = {}
+    for run in trained.plan.runs("finetune"):
+        with np.load(run.path / "predictions/test.npz") as file:
+            right[tuple(run.levels.values())] = file["outputs"].argmax(1) == file["label"]
+    rng, differences = np.random.default_rng(0), []
+    for _ in range(3000):
+        rows, seeds = rng.integers(ROWS, size=ROWS), rng.integers(5, size=5)
+        sides = {
+            start: np.mean([right[str(s), start, rate][rows] for s in seeds for rate in RATES])
+            for start in ("pretrained", "scratch")
+        }
+        differences.append(100 * (sides["pretrained"] - sides["scratch"]))
+    assert drawn.interval == pytest.approx(np.quantile(differences, [0.025, 0.975]), abs=0.8)
+    assert drawn.p == pytest.approx(2 / 1001, abs=0.004)
+    text = markdown_of(trained)
+    claim = verdicts(trained)[0]
+    assert [level for level, *_ in claim.parts] == ["low", "high"]
+    assert "| claim | verdict | evidence | multi-bootstrap | Holm over the study |" in text
+    assert (
+        f"Undecided: {sum(v.state == 'undecided' for v in verdicts(trained))} of 2 claims" in text
+    )
+    assert "of seeds and test examples |" in text
+
+
+RATES = ("low", "high")
+
+
+def test_holm_goes_over_all_claims(trained: Results) -> None:
+    every = verdicts(trained)
+    ps = [difference.p for verdict in every for _, difference, _ in verdict.parts]
+    assert len(ps) == 3  # two rates, and the tie
+    adjusted = [p for verdict in every for p in verdict.overall]
+    assert adjusted == pytest.approx(holm([p for p in ps if p is not None]))
+    pairs = [(a, b) for one in every for a, (*_, b) in zip(one.overall, one.parts, strict=True)]
+    assert all(a is not None and b is not None and a >= b for a, b in pairs)
+
+
+def test_a_correction_over_the_study_can_leave_a_claim_undecided(
+    tmp_path: Path,
+    data: Path,  # noqa: F811
+) -> None:
+    """p is 0.04 in one claim and 0.5 in three others: the registered test decides the first, and
+    the report says that the study as a whole would not."""
+    claim = STUDY[STUDY.index("[[claims]]") : STUDY.index("[scales.mini]")]
+    again = claim.replace('each = "rate"', "").replace("every rate", "one rate")
+    others = "".join(
+        again.replace("than.start", f"than.rate = '{b}'\nbetter.rate = '{a}'\nthan.start")
+        for a, b in (("low", "low"), ("high", "high"))
+    )
+    path = study(tmp_path, SEEDS, (claim, others))
+    plan = plan_of(path, tmp_path, data=str(data))
+    noise = {"low": [0.0, 0.01, 0.02, 0.03, 0.04], "high": [-0.02, 0.02, -0.01, 0.01, 0.002]}
+    lift = {"low": 0.002, "high": 0.0}
+    finish(
+        plan,
+        lambda seed, start, rate: (
+            0.5 + (noise[rate][int(seed)] + lift[rate] if start == "pretrained" else 0.0)
+        ),
+    )
+    first, second = verdicts(Results(plan))
+    p = stats.ttest_1samp([0.2, 1.2, 2.2, 3.2, 4.2], 0).pvalue
+    assert 0.025 < p < 0.05
+    assert first.overall == pytest.approx((2 * p,))
+    assert (first.state, first.state_overall) == ("holds", "undecided")
+    text = markdown_of(Results(plan))
+    assert "Undecided: 1 of 2 claims that have data (50%)." in text
+    assert "With Holm's correction over all 2 tests of the study: 2." in text
+    assert f"| p {2 * p:.3f} (undecided) |" in text
+    assert "multi-bootstrap" not in text  # there are no predictions
+    assert (first.needed, second.needed) == ("", "more than 1,000")
+
+
+@pytest.mark.parametrize(
+    ("differences", "state"),
+    [
+        ([0.3, -0.2, 0.1, 0.4, -0.1], "holds"),
+        ([2.5, 2.9, 2.2, 2.6, 2.8], "fails"),
+        ([-2.5, -2.9, -2.2, -2.6, -2.8], "fails"),
+        ([1.5, -1.2, 1.9, 0.2, -1.4], "undecided"),
+        ([0.9, 1.4, 0.8, 1.1, 1.2], "undecided"),  # inside a wider margin, but not of this one
+    ],
+)
+def test_a_tie(
+    tmp_path: Path,
+    data: Path,  # noqa: F811
+    differences: list[float],
+    state: str,
+) -> None:
+    path = study(tmp_path, SEEDS, ("\n[scales.mini]", TIE.replace("0.2", "0.01")))
+    plan = plan_of(path, tmp_path, data=str(data))
+    finish(plan, lambda seed, start, rate: 0.5 + (differences[int(seed)] / 100) * (rate == "low"))
+    verdict = verdicts(Results(plan))[1]
+    assert verdict.state == state
+    inside = abs(np.mean(differences)) < 1
+    nearer = np.sign(np.mean(differences))
+    one, other = (
+        stats.ttest_1samp(differences, end, alternative=way).pvalue
+        for end, way in ((-1, "greater"), (1, "less"))
+    )
+    expected = max(one, other) if inside else stats.ttest_1samp(differences, nearer).pvalue
+    assert verdict.parts[0][2] == pytest.approx(expected)
+    p = f": {expected:.3f}" if expected >= 0.0005 else " < 0.001"
+    assert f"(p of a tie within 1{p})".replace("1 <", "1: <") in markdown_of(Results(plan))
+    assert tied_test(differences, [0.0] * 5, 1.0).p == pytest.approx(expected)
+    assert verdict.needed.isdigit() == (state == "undecided")
+
+
+def test_a_tie_needs_a_margin(tmp_path: Path) -> None:
+    path = study(tmp_path, ("\n[scales.mini]", TIE.replace("margin = 0.2", "")))
+    with pytest.raises(BadInput, match="'the rate does not matter': a tie needs a margin above 0"):
+        read_study(path, "mini")
+
+
+def test_variance_is_split(tmp_path: Path, data: Path) -> None:  # noqa: F811
+    """Pre-training seeds, fine-tuning seeds within them, the order of the data within those, and
+    test examples."""
+    seeds = [f"vary.seed.{i} = {{ seed.all = {i} }}" for i in range(3)]
+    draws = [f"vary.draw.{name} = {{ seed.weights = {i} }}" for i, name in enumerate("ab")]
+    lines = [*seeds, *draws, 'vary."seed.order" = [7, 8]']
+    path = study(tmp_path, (SEEDS[0], "\n".join(lines)))
+    plan = plan_of(path, tmp_path, data=str(data))
+    assert random_factors(plan.study, "finetune") == {
+        "seed": "seed.all",
+        "draw": "seed.weights",
+        "seed.order": "seed.order",
+    }
+    train(plan)
+    results, table = Results(plan), plan.study.tables[0]
+    parts = variances(results, Shares(results), table, "scratch", "high")
+    scores = np.zeros((3, 2, 2))
+    for run in plan.runs("finetune", {"start": "scratch", "rate": "high"}):
+        place = (
+            int(run.levels["seed"]),
+            "ab".index(run.levels["draw"]),
+            int(run.levels["seed.order"]) - 7,
+        )
+        scores[place] = 100 * results.metrics[run.key]["test"]["accuracy"]
+    within = scores.var(2, ddof=1).mean()
+    of_draws = scores.mean(2).var(1, ddof=1).mean()
+    of_seeds = scores.mean((1, 2)).var(ddof=1)
+    assert parts == pytest.approx(
+        {
+            "seed": of_seeds - of_draws / 2,
+            "draw": of_draws - within / 2,
+            "seed.order": within,
+            EXAMPLES: parts[EXAMPLES],
+        }
+    )
+    # at the high rate the rows are equally hard, so that they have no variance in common
+    assert abs(parts[EXAMPLES]) < 1.2
+    hard = variances(results, Shares(results), table, "scratch", "low")[EXAMPLES]
+    common = 100**2 * 0.5**2 * (1 / 3) * (2 / 3) / ROWS
+    assert hard == pytest.approx(common, abs=1.2)
+    text = markdown_of(results)
+    assert "## Where the variance comes from: Accuracy" in text
+    assert "| seed (seed.all) | draw (seed.weights) | seed.order | test examples |" in text
+
+
+def test_a_script_without_the_package_computes_the_numbers_again(
+    tmp_path: Path, trained: Results
+) -> None:
+    plan = trained.plan
+    plan.kept = tmp_path / "kept"
+    ledger = Ledger(plan.kept, plan)
+    for run in plan.runs("finetune"):
+        ledger.keep(run, again=False)
+    directory = tmp_path / "report"
+    directory.mkdir()
+    write_report(trained, {}, directory)
+    assert (plan.kept / "report.claims.json").is_file()
+    done = verify(plan.kept)
+    assert done.returncode == 0, done.stdout
+    # 20 runs with four scores, and effect, half width and p of three tests
+    assert done.stdout.endswith(f"{20 * 4 + 9} agrees, 0 DIFFERS, 0 not checked\n")
+    assert "pre-training helps at every rate: low: effect: " in done.stdout
+    # a changed score and a changed effect are noticed
+    path = sorted(plan.kept.glob("*.zip"))[0]
+    with zipfile.ZipFile(path) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    result = json.loads(members["result.json"])
+    result["metrics"]["test"]["accuracy"] += 0.01
+    members["result.json"] = json.dumps(result).encode()
+    with zipfile.ZipFile(path, "w") as file:
+        for name, content in members.items():
+            file.writestr(name, content)
+    done = verify(plan.kept)
+    assert (done.returncode, done.stdout.count("\nDIFFERS")) == (1, 1)
+    assert f"DIFFERS      {path.stem} test accuracy: " in done.stdout
+
+
+def test_the_kept_results_of_this_repository_are_what_their_predictions_give() -> None:
+    done = verify(ROOT / "results")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("agrees") >= 26
+
+
+def verify(directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run docs/verify.py where the package cannot be imported."""
+    code = "import sys; sys.modules['xformer'] = None; import runpy; sys.argv = sys.argv[1:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    line = [sys.executable, "-c", code, str(ROOT / "docs/verify.py"), str(directory)]
+    return subprocess.run(line, capture_output=True, text=True, cwd=directory, check=False)

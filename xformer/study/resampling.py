@@ -1,0 +1,201 @@
+"""What kept predictions say beside a study's tests: multi-bootstraps, and where variance is from.
+
+A cell or a claim is a weighted sum of the scores of runs. `Shares` finds the weights, so that the
+sum can be computed from other numbers too: here from scores under resampled test examples, and in
+docs/verify.py from scores that are computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from xformer.config import flat
+from xformer.predictions import FOLDER, read
+from xformer.study.claims import sides, tested
+from xformer.study.plan import Job
+from xformer.study.results import Replicate, Results, mean_of
+from xformer.study.spec import SEED, Levels, ScoreTable, Study
+from xformer.study.statistics import (
+    RESAMPLES,
+    example_variance,
+    interval,
+    multibootstrap,
+    nested_variances,
+    rescored,
+    seed_draws,
+    two_sided,
+)
+
+ENOUGH = 3  # seeds that a multi-bootstrap needs
+EXAMPLES = "test examples"  # the source of variance that is no factor
+
+
+@dataclass(frozen=True)
+class Source:
+    """A score of a run."""
+
+    job: Job
+    split: str
+    metric: str
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """A multi-bootstrap's interval, and its two-sided p."""
+
+    interval: tuple[float, float]
+    p: float
+
+
+class Shares(Results):
+    """A study's tables with a vector in place of each score: the share of each source in it."""
+
+    def __init__(self, results: Results):
+        self.study, self.plan, self.metrics = results.study, results.plan, results.metrics
+        self.sources = [
+            Source(self.plan.jobs[key], split, metric)
+            for key, splits in self.metrics.items()
+            for split, scores in splits.items()
+            for metric in scores
+        ]
+        self._place = {(s.job.key, s.split, s.metric): i for i, s in enumerate(self.sources)}
+        self._drawn: dict[int, np.ndarray | None] = {}  # by number of the source
+
+    def _value(self, job: Job, split: str, metric: str) -> np.ndarray:
+        shares = np.zeros(len(self.sources))
+        shares[self._place[job.key, split, metric]] = 1.0
+        return shares
+
+    def terms(self, shares: np.ndarray) -> list[tuple[float, str, str, str]]:
+        """The sources of a sum: weight, key of the run, split, metric."""
+        sources = [(i, self.sources[i]) for i in np.flatnonzero(shares)]
+        return [(float(shares[i]), s.job.key, s.split, s.metric) for i, s in sources]
+
+    def pairs(self, table: ScoreTable, a: Levels, b: Levels) -> dict[Replicate, np.ndarray]:
+        """The shares of the differences between two sides of a claim, by seed."""
+        ours, theirs = self.replicates(table, a), self.replicates(table, b)
+        return {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
+
+    def of_cell(self, table: ScoreTable, row: str, columns: Sequence[str]) -> list[np.ndarray]:
+        """The shares of the mean of some columns, for each seed that has them all."""
+        every = [
+            self.replicates(table, {table.rows: row, table.columns: column}) for column in columns
+        ]
+        seeds = [seed for seed in every[0] if all(seed in one for one in every)]
+        return [np.mean([one[seed] for one in every], axis=0) for seed in seeds]
+
+    def bootstrap(self, seeds: Sequence[np.ndarray], margin: float = 0.0) -> Bootstrap | None:
+        """The multi-bootstrap of the mean over seeds of some sums. None if there are too few seeds,
+        or if a run has no predictions that can be resampled."""
+        drawn = [self.resampled(shares) for shares in seeds]
+        scores = [one for one in drawn if one is not None]
+        if len(seeds) < ENOUGH or len(scores) < len(seeds):
+            return None
+        means = multibootstrap(np.array(scores), seed_draws(len(seeds)))
+        return Bootstrap(interval(means), two_sided(means, margin))
+
+    def resampled(self, shares: np.ndarray) -> np.ndarray | None:
+        """A sum of scores under resampled test examples, (B,); None if some predictions lack."""
+        total = np.zeros(RESAMPLES)
+        for number in map(int, np.flatnonzero(shares)):
+            if number not in self._drawn:
+                self._drawn[number] = _resampled(self.sources[number])
+            drawn = self._drawn[number]
+            if drawn is None:
+                return None
+            total += shares[number] * drawn
+        return total
+
+
+def _resampled(source: Source) -> np.ndarray | None:
+    """A score under resampled test examples, (B,). Runs that were scored on equal labels have the
+    same examples in each resample."""
+    path = source.job.path / FOLDER / f"{source.split}.npz"
+    if not path.is_file():
+        return None
+    predictions = read(path)
+    weighted = predictions.task.weighted(predictions, source.metric)
+    if weighted is None:
+        return None
+    seed = crc32(np.ascontiguousarray(weighted.labels).tobytes())
+    return rescored(weighted.score, weighted.examples, seed)
+
+
+def claim_records(results: Results) -> list[dict[str, Any]]:
+    """What docs/verify.py needs to compute each part of each claim again: for each seed the terms
+    of its difference, and the numbers that come out."""
+    shares, records = Shares(results), []
+    for verdict in tested(results):
+        for level, difference, _ in verdict.parts:
+            pairs = shares.pairs(verdict.table, *sides(verdict.claim, level))
+            records.append(
+                {
+                    "text": ": ".join(filter(None, (verdict.claim.text, level))),
+                    "tie": verdict.claim.tie,
+                    "margin": verdict.margin,
+                    "effect": difference.mean,
+                    "half": difference.half,
+                    "p": difference.p,  # before every correction
+                    "pairs": [shares.terms(pair) for pair in pairs.values()],
+                }
+            )
+    return records
+
+
+# ------------------------------------------------------------------------- where variance is from
+
+
+def random_factors(study: Study, stage: str) -> dict[str, str]:
+    """The factors of a stage that only change seeds, each with what a level of it is. `seed` comes
+    first: the others are nested in it."""
+    factors = {}
+    for factor, levels in study.factors(stage).items():
+        keys = {key for settings in levels.values() for key in flat(settings)}
+        if factor == SEED or all(key.split(".")[0] == SEED for key in keys):
+            factors[factor] = ", ".join(sorted(keys)) or factor
+    if SEED in factors and study.registration is not None:
+        factors[SEED] = study.registration.unit
+    return {factor: factors[factor] for factor in sorted(factors, key=lambda name: name != SEED)}
+
+
+def variances(
+    results: Results, shares: Shares, table: ScoreTable, row: str, column: str
+) -> dict[str, float]:
+    """The variances that seeds and test examples add to one score of a cell, by name: the random
+    factors with several levels, and EXAMPLES if all predictions are kept. Empty if there are
+    fewer than two seeds."""
+    factors = list(random_factors(results.study, table.stage))
+    wanted = {table.rows: row, table.columns: column}
+    scores = _by_levels(results, table, wanted, factors)
+    levels = [list(dict.fromkeys(key[i] for key in scores)) for i in range(len(factors))]
+    several = [i for i, some in enumerate(levels) if len(some) > 1]
+    if not several:
+        return {}
+    grid = np.full([len(levels[i]) for i in several], np.nan)
+    for key, value in scores.items():
+        grid[tuple(levels[i].index(key[i]) for i in several)] = value
+    grid = grid[~np.isnan(grid.reshape(len(grid), -1)).any(1)]  # seeds with all their runs
+    if len(grid) < 2:
+        return {}
+    parts = dict(zip((factors[i] for i in several), nested_variances(grid), strict=True))
+    sums = _by_levels(shares, table, wanted, factors).values()
+    drawn = [one for shares_of in sums if (one := shares.resampled(shares_of)) is not None]
+    if len(drawn) == len(sums):
+        parts[EXAMPLES] = example_variance(np.array(drawn))
+    return parts
+
+
+def _by_levels(
+    results: Results, table: ScoreTable, wanted: Levels, factors: Sequence[str]
+) -> dict[Replicate, Any]:
+    """The scores at some levels by the levels of random factors, averaged over all else."""
+    groups: dict[Replicate, list[Any]] = {}
+    for score in results.scores(table, wanted):
+        if score.value is not None:
+            groups.setdefault(tuple(score.levels[f] for f in factors), []).append(score.value)
+    return {key: mean_of(values) for key, values in groups.items()}
