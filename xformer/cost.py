@@ -77,10 +77,12 @@ def forward_flops(config: ModelConfig, task: Task | None, work: Workload) -> int
         return sum(_convolutions(config, task)) * work.rows
     C, E, F = config.hidden, config.width, config.intermediate
     last = work.tokens if task is None else task.tokens_read(work)
+    layers = config.layers if task is None or task.head.layer is None else task.head.layer
     # 2 for multiply and add: qkv 3CC; scores and weighted sums 2C per pair of tokens in a row
-    flops = config.layers * (6 * C * C * work.tokens + 4 * C * work.squares)
+    flops = layers * (6 * C * C * work.tokens + 4 * C * work.squares)
     # attention output CC, MLP up CF and down CF: in the last layer only for tokens that are read
-    flops += (2 * C * C + 4 * C * F) * ((config.layers - 1) * work.tokens + last)
+    if layers:
+        flops += (2 * C * C + 4 * C * F) * ((layers - 1) * work.tokens + last)
     if config.embedding:
         flops += 2 * E * C * work.tokens
     return flops if task is None else flops + task.head_flops(config, work)

@@ -43,7 +43,7 @@ from xformer.data.files import (
 )
 from xformer.parallel.feed import Step
 from xformer.predictions import FOLDER
-from xformer.recipe import LossConfig
+from xformer.recipe import LossConfig, ProbeConfig
 
 # keys that may change when a run is continued
 FREE = {
@@ -339,7 +339,8 @@ def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any])
 
 def completed(config: dict[str, Any]) -> dict[str, Any]:
     """The settings of a run. Groups that its version did not have are added with defaults."""
-    return {"loss": LossConfig().model_dump(mode="json"), **config}
+    later = {"loss": LossConfig(), "probe": ProbeConfig()}
+    return {**{name: group.model_dump(mode="json") for name, group in later.items()}, **config}
 
 
 def _change(name: str, before: Any, now: Any) -> str:

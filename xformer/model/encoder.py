@@ -164,22 +164,30 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.stored_layers))
         self.final_norm = Norm(config, config.hidden) if config.norm == "pre" else None
 
-    def forward(self, batch: Batch[Tensor], places: Tensor | None = None) -> Tensor:
+    def forward(
+        self, batch: Batch[Tensor], places: Tensor | None = None, depth: int | None = None
+    ) -> Tensor:
         """The last hidden states, (T, C), or (P, C) for the tokens at `places` (P,).
 
-        With `places`, the last layer computes only these tokens after its attention.
+        With `places`, the last layer computes only these tokens after its attention. With `depth`,
+        the hidden states after this many layers instead; 0 is the output of the embeddings.
         """
+        depth = self.config.layers if depth is None else depth
         count = len(batch.tokens if places is None else places)
         layout = Layout(batch.cu_seqlens, batch.longest)
         batch, places = _padded(batch), None if places is None else pad_rows(places)
         x = self.embeddings(batch)  # (T, C)
-        weights = [cast_weights(layer) for layer in self.layers]  # in bf16, or nothing in fp32
-        for i in range(self.config.layers):
+        # in bf16, or nothing in fp32
+        weights = [cast_weights(layer) for layer, _ in zip(self.layers, range(depth), strict=False)]
+        for i in range(depth):
             own = i % len(self.layers)  # ALBERT has one layer for all
-            inputs = x, layout, places if i == self.config.layers - 1 else None
+            inputs = x, layout, places if i == depth - 1 else None
             x = functional_call(self.layers[own], weights[own], inputs, tie_weights=False)
+        if not depth and places is not None:
+            x = x.index_select(0, places)
         x = x if len(x) == count else x[:count]  # without the padding
-        return x if self.final_norm is None else self.final_norm(x)
+        unfinished = self.final_norm is None or depth < self.config.layers
+        return x if unfinished else self.final_norm(x)
 
 
 def _padded(batch: Batch[Tensor]) -> Batch[Tensor]:

@@ -441,7 +441,8 @@ class Costs:
         valid, test = (sizes.get(split, (0, 0))[1] for split in ("valid", "test"))
         scored = (validations + 1) * valid + test
         amount = Workload.even(max(1, round(total)), length, recipe.masking.probability)
-        operations = float(cost.training_flops(shape, task_of(Head(recipe.head)), amount))
+        head = Head(recipe.head, layer=recipe.probe.layer)
+        operations = float(cost.training_flops(shape, task_of(head), amount))
         same = (shape.model_dump(), recipe.head, recipe.batch.model_dump(), length, job.processes)
         system = recipe.system.model_dump(mode="json")
         kind = content_key([*same, recipe.train.only, system])

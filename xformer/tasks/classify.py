@@ -28,18 +28,22 @@ from xformer.tasks.task import (
     labelled,
     no_labels,
     of_rows,
+    row_means,
     texts,
 )
 
 
 class Pooled(Task):
-    """A task whose head reads the pooled first token, or the features of a HilbertCNN."""
+    """A task whose head reads the pooled first token, or the features of a HilbertCNN. A probe
+    reads the mean over the tokens of a row."""
 
     reads_pooled = True
+    takes_probe = True
 
     def modules(self, config: ModelConfig) -> dict[str, nn.Module]:
         C, heads = features(config), super().modules(config)
-        if config.architecture == "transformer" and config.pooler != "none":
+        pools = config.pooler != "none" and self.head.layer is None
+        if config.architecture == "transformer" and pools:
             heads["pooler"] = nn.Linear(C, C)
         return heads
 
@@ -53,6 +57,8 @@ class Pooled(Task):
         before_pooler, before_head = self.dropouts(model.config)
         if model.cnn is not None:
             x = model.cnn(batch)
+        elif self.head.layer is not None:
+            x = row_means(model.encoder(batch, depth=self.head.layer), batch.cu_seqlens)
         else:
             first = model.encoder(batch, places=batch.first)  # (N, C)
             x = model.pooled(first, before_pooler)
@@ -60,12 +66,12 @@ class Pooled(Task):
         return logits
 
     def tokens_read(self, work: Workload) -> int:
-        return work.rows
+        return work.rows if self.head.layer is None else work.tokens
 
     def head_flops(self, config: ModelConfig, work: Workload) -> int:
         C = config.hidden
-        pooler = 2 * C * C * work.rows if config.pooler != "none" else 0
-        return pooler + super().head_flops(config, work)
+        pools = config.pooler != "none" and self.head.layer is None
+        return 2 * C * ((C if pools else 0) + self.outputs) * work.rows
 
     def has_unlabelled(self, split: Split) -> bool:
         return bool((np.asarray(split.columns["label"]) < 0).any())
