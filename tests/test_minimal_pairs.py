@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import SMOKE, Forks, good, refused, training
+from helpers import SMOKE, Forks, good, refused
 from test_evaluate import evaluate
 from tiny import LETTERS, tiny
 from toys import Toys
@@ -265,7 +265,7 @@ def test_accuracy_over_training(forks: Forks, data: Toys, archive: Path, tmp_pat
     `evaluate`."""
     run, out, score = tmp_path / "run", tmp_path / "out", tmp_path / "score.json"
     keep = ["train.keep_at=[0, 10, 2]", "train.steps=12", "init=micro/brackets", "mapping=ids"]
-    good(forks.run(*training(SMOKE, data.text, run, *keep)))
+    good(forks.run("train.py", SMOKE, f"data={data.text}", f"run={run}", *keep))
     line = [f"data={archive}", f"out={out}", "pairs=3", "tokenizer=micro/english", "threads=1"]
     paths = ["micro/english", str(run)]
     blimp.run(*parse_arguments(blimp.SUBCOMMAND, [*paths, *line]))
@@ -289,7 +289,7 @@ def test_accuracy_over_training(forks: Forks, data: Toys, archive: Path, tmp_pat
     first = (out / "blimp.svg").read_bytes()
     _redraw([str(out / "blimp.json")])
     assert len((out / "blimp.svg").read_bytes()) == len(first)
-    with pytest.raises(BadInput, match="takes 1 or more run or checkpoints first"):
+    with pytest.raises(BadInput, match="takes 1 or more checkpoints first"):
         parse_arguments(blimp.SUBCOMMAND, line)
 
 

@@ -75,13 +75,17 @@ def test_layers_above_are_not_computed() -> None:
     assert counts == [n * one + 2 * C * 3 * 4 for n in (0, 1, 2)]
 
 
-def test_a_probe_trains_its_head_alone(forks: Forks, data: Toys, tmp_path: Path) -> None:
+def test_a_probe_trains_its_head_alone(
+    forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path
+) -> None:
     """It learns, is scored and described, and continues after its checkpoints were saved."""
     run, fast = tmp_path / "run", ["train.epochs=8", "optim.lr=0.05", "optim.weight_decay=0"]
     line = ["probe.layer=0", *NO_DROPOUT, *fast]
-    done = good(forks.run(*training(CLASSIFY, data.classes, run, "init=micro/english", *line)))
-    assert "of 5," in done.out + done.err  # "trains N of 5,... parameters, the rest is frozen"
-    before, after = checkpoints.load("micro/english"), checkpoints.load(run)
+    start = f"init={learned['text']}"
+    done = good(forks.run(*training(CLASSIFY, data.classes, run, start, *line)))
+    before, after = checkpoints.load(learned["text"]), checkpoints.load(run)
+    count = 2 * before.config.hidden + 2
+    assert f"trains {count} of " in done.err
     for name, weight in after.weights.items():
         if name.startswith("encoder."):
             assert torch.equal(weight, before.weights[name]), name
@@ -90,7 +94,7 @@ def test_a_probe_trains_its_head_alone(forks: Forks, data: Toys, tmp_path: Path)
         "task_head.weight",
     ]
     # layer 0 knows which words a text has, so that the mean over tokens shows the word "bam"
-    assert read_json(run / "result.json")["metrics"]["valid"]["accuracy"] > 0.8
+    assert read_json(run / "result.json")["metrics"]["valid"]["accuracy"] > 0.7
     scored = good(forks.run("evaluate.py", run, f"data={data.classes}", "split=valid"))
     assert f"accuracy {read_json(run / 'result.json')['metrics']['valid']['accuracy']:.4f}" in (
         scored.out
@@ -100,8 +104,16 @@ def test_a_probe_trains_its_head_alone(forks: Forks, data: Toys, tmp_path: Path)
         hf.to_hf(after, tmp_path / "hf")
 
 
-def test_a_probe_of_scores(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    line = ["init=micro/english", "probe.layer=1", *NO_DROPOUT, "train.epochs=6", "optim.lr=0.02"]
+def test_a_probe_of_scores(
+    forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path
+) -> None:
+    line = [
+        f"init={learned['text']}",
+        "probe.layer=1",
+        *NO_DROPOUT,
+        "train.epochs=6",
+        "optim.lr=0.02",
+    ]
     good(forks.run(*training(REGRESS, data.scores, tmp_path / "run", *line)))
     assert read_json(tmp_path / "run/result.json")["metrics"]["valid"]["spearman"] > 0.5
 
@@ -112,8 +124,8 @@ def test_wrong_probes_cost_one_line(
     def run(store: Path, *more: str) -> object:
         return forks.run(*training(CLASSIFY, store, tmp_path / "run", *more))
 
-    english = "init=micro/english"
-    refused(run(data.classes, english, "probe.layer=5"), "probe.layer=5: the model has 4 layers")
+    english = f"init={learned['text']}"
+    refused(run(data.classes, english, "probe.layer=5"), "probe.layer=5: the model has 2 layers")
     refused(
         run(data.classes, english, "probe.layer=1", 'train.only=["layers.0"]'),
         "probe.layer=1 trains only the head, but train.only=['layers.0']",

@@ -55,7 +55,7 @@ class BlimpConfig(Output):
     """Type of the matrix products, except those with the vocabulary, which are in fp32."""
 
 
-SUBCOMMAND = Subcommand("blimp", BlimpConfig, __doc__ or "", 1, None, "run or checkpoint")
+SUBCOMMAND = Subcommand("blimp", BlimpConfig, __doc__ or "", 1, None)
 
 
 def run(paths: list[str], config: BlimpConfig) -> None:

@@ -293,13 +293,13 @@ def _settings(results: Results, stage: str, notes: Notes) -> Iterator[Section]:
     caption = "Bars show ± one standard deviation of three seeds or more."
     caption += f" Only the best {SHOWN} settings are drawn." if len(drawn) < len(cells) else ""
     figure = Drawing(f"{stage}.svg", table_figure(table, columns, names), caption=caption)
-    if along := numeric_factor(results.study, stage):
+    if along := _numeric_factor(results.study, stage):
         figure = _along(results.study, table, along, cells)
     grid = Grid(["settings", *(cell.column for cell in cells[0])], rows)
     yield Section(table.title, about, figure, grid=grid, scores=_scores(cells, digits))
 
 
-def numeric_factor(study: Study, stage: str) -> str:
+def _numeric_factor(study: Study, stage: str) -> str:
     """The first factor of a stage, besides the seeds, that has three levels or more, all of them
     numbers; "" if there is none."""
     for factor, levels in study.factors(stage).items():
