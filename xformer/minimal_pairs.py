@@ -202,7 +202,7 @@ def score_pairs(
 
 
 @dataclass(frozen=True)
-class Block:
+class Sentences:
     """Different sentences of the same length, with special tokens at both ends.
 
     Tokens with the same number in `words` (S, L) are pieces of one word. `mask` is the id of the
@@ -242,7 +242,7 @@ class Block:
 
 def sentences_of(
     checkpoint: Checkpoint, texts: Sequence[str], pll: PLL, tokenizer: Tokenizer | None = None
-) -> tuple[list[Block], np.ndarray]:
+) -> tuple[list[Sentences], np.ndarray]:
     """The different sentences among the texts as blocks, shortest first, and for each text the
     number of its sentence among all of them, (number of texts,).
 
@@ -274,7 +274,7 @@ def sentences_of(
         ids, words = (np.stack(column).astype(np.int32) for column in zip(*rows, strict=True))
         ends = [np.full((len(rows), 1), special[name], np.int32) for name in ("cls", "sep")]
         tokens = np.concatenate([ends[0], ids, ends[1]], 1)
-        blocks.append(Block(tokens, words, special["mask"]))
+        blocks.append(Sentences(tokens, words, special["mask"]))
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     return blocks, rank[np.array(place)]
@@ -326,7 +326,7 @@ def _check_lengths(
 
 @torch.no_grad()
 def pseudo_log_likelihoods(
-    checkpoint: Checkpoint, blocks: Sequence[Block], ranks: Ranks, precision: str
+    checkpoint: Checkpoint, blocks: Sequence[Sentences], ranks: Ranks, precision: str
 ) -> np.ndarray:
     """The PLL of every sentence of the blocks, (number of sentences,) float64.
 

@@ -133,9 +133,10 @@ def _by_phenomenon(axes: Any, models: list[dict[str, Any]]) -> None:
     names = list(models[0]["points"][-1]["phenomena"])[::-1]
     for i, model in enumerate(models):
         last = model["points"][-1]["phenomena"]
+        below = 0.14 * (i - (len(models) - 1) / 2)  # so that equal values do not hide each other
         axes.plot(
             [last[name] for name in names],
-            range(len(names)),
+            [y - below for y in range(len(names))],
             "o",
             color=f"C{i}",
             ms=5,
@@ -144,5 +145,5 @@ def _by_phenomenon(axes: Any, models: list[dict[str, Any]]) -> None:
         )
     axes.axvline(CHANCE, color=style.FAINT, lw=1, ls=":")
     axes.set_yticks(range(len(names)), [name.replace("_", " ") for name in names])
-    axes.set(xlabel="accuracy", title="At the end, by phenomenon")
+    axes.set(xlabel="accuracy", title="Last checkpoint, by phenomenon")
     axes.legend(fontsize=8)
