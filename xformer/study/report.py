@@ -323,7 +323,7 @@ def _along(study: Study, table: ScoreTable, factor: str, cells: list[list[Cell]]
     for cell in (row[0] for row in cells if row[0].runs):
         own = cell.runs[0].levels
         others = [f"{f}={v}" for f, v in own.items() if f != factor and f.split(".")[0] != SEED]
-        name = ", ".join(others) or table.stage
+        name = ", ".join(others) or "all runs"
         lines.setdefault(name, {})[own[factor]] = replace(cell, row=name, column=own[factor])
     split = cells[0][0].column
     shown = table.model_copy(update={"columns": factor, "split": split})
