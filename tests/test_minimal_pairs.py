@@ -22,14 +22,14 @@ from xformer.analysis import blimp
 from xformer.analysis.__main__ import _redraw
 from xformer.analysis.subcommand import parse_arguments
 from xformer.convert import hf
-from xformer.data import tokenizers, vocabularies
+from xformer.data import vocabularies
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.tokenizers import Tokenizer
-from xformer.minimal_pairs import Pair, PairScores, read_pairs, score_pairs
+from xformer.minimal_pairs import PLL, Pair, PairScores, read_pairs, score_pairs
 from xformer.parallel.processes import ALONE
 
-VARIANTS = ("word-l2r", "original")
+VARIANTS: tuple[PLL, ...] = ("word-l2r", "original")
 SENTENCES = [
     ("The cats that the dog chases sleep.", "The cats that the dog chases sleeps."),
     ("Mary's unforgettable granddaughters hadn't overslept.", "Mary's cats hadn't oversleep."),
@@ -125,7 +125,7 @@ def test_words_of_each_kind(tmp_path: Path) -> None:
     assert [w.replace("+", "") for w in words_of(unigram, "the cat, unhappily")] == [
         *("▁the", "▁cat,", "▁unhappily")
     ]
-    letters = vocabularies.symbols(["A", "C"], tokenizers.BERT_SPECIAL)
+    letters = vocabularies.symbols(["A", "C"])
     with pytest.raises(BadInput, match="does not split a text into words"):
         letters.encode_with_words(["AC"])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import CLASSIFY, NO_DROPOUT, REGRESS, Forks, good, refused, training
+from helpers import CLASSIFY, NO_DROPOUT, REGRESS, Done, Forks, good, refused, training
 from tiny import random_batch
 from toys import Toys
 
@@ -121,7 +121,7 @@ def test_a_probe_of_scores(
 def test_wrong_probes_cost_one_line(
     forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path
 ) -> None:
-    def run(store: Path, *more: str) -> object:
+    def run(store: Path, *more: str) -> Done:
         return forks.run(*training(CLASSIFY, store, tmp_path / "run", *more))
 
     english = f"init={learned['text']}"

@@ -295,6 +295,22 @@ def test_the_cost_is_timed(store: Path, tmp_path: Path, monkeypatch: pytest.Monk
     ]
 
 
+def test_probes_of_each_layer_are_timed_by_themselves(store: Path, tmp_path: Path) -> None:
+    """A probe of the embeddings has hardly any matrix products, and its time can be told all the
+    same."""
+    plan = plan_of(read(f"data={store}", "probe.layer=0..2", *TINY).text(tmp_path), tmp_path)
+    for run in plan.runs("run"):
+        run.path.mkdir(parents=True)
+        seconds = 1.0 + int(run.levels["probe.layer"])
+        metrics = {"valid": {"accuracy": 0.5}}
+        run.proof.write_text(json.dumps({"metrics": metrics, "seconds": seconds}))
+    costs = Costs(Forecast(plan))
+    every = [costs.work[run.key] for run in plan.runs("run")]
+    assert len({work.kind for work in every if work is not None}) == 3
+    expected = [costs.seconds(run) or 0 for run in plan.runs("run")]
+    assert 0 < expected[0] < expected[1] < expected[2]
+
+
 def test_two_scores_have_no_interval() -> None:
     assert sample_of([0.0, 40.0]).interval is None
     assert sample_of([0.0, 40.0]).words(1) == "20.0 (0.0, 40.0)"

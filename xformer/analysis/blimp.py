@@ -67,7 +67,7 @@ def run(paths: list[str], config: BlimpConfig) -> None:
     ranks = processes.start(SystemConfig(threads=config.threads))
     if ranks.world_size > 1:
         raise BadInput("this command is a single process; start it without torchrun")
-    models = []
+    models: list[dict[str, Any]] = []
     for name, some in places.items():
         points: list[dict[str, Any]] = []
         for step, path in some:

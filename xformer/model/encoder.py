@@ -186,8 +186,9 @@ class Encoder(nn.Module):
         if not depth and places is not None:
             x = x.index_select(0, places)
         x = x if len(x) == count else x[:count]  # without the padding
-        unfinished = self.final_norm is None or depth < self.config.layers
-        return x if unfinished else self.final_norm(x)
+        if self.final_norm is None or depth < self.config.layers:
+            return x
+        return self.final_norm(x)
 
 
 def _padded(batch: Batch[Tensor]) -> Batch[Tensor]:

@@ -441,11 +441,12 @@ class Costs:
         valid, test = (sizes.get(split, (0, 0))[1] for split in ("valid", "test"))
         scored = (validations + 1) * valid + test
         amount = Workload.even(max(1, round(total)), length, recipe.masking.probability)
-        head = Head(recipe.head, layer=recipe.probe.layer)
-        operations = float(cost.training_flops(shape, task_of(head), amount))
+        operations = float(cost.training_flops(shape, task_of(Head(recipe.head)), amount))
         same = (shape.model_dump(), recipe.head, recipe.batch.model_dump(), length, job.processes)
         system = recipe.system.model_dump(mode="json")
-        kind = content_key([*same, recipe.train.only, system])
+        # a probe takes less time than these operations, so each layer has a kind of its own
+        probed = () if recipe.probe.layer is None else (recipe.probe.layer,)
+        kind = content_key([*same, recipe.train.only, system, *probed])
         scoring = operations / (1 + cost.BACKWARD) * scored / amount.tokens
         return Work(kind, operations, scoring, amount.tokens)
 
