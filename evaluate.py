@@ -4,9 +4,10 @@
     python evaluate.py runs/cola data=stores/cola split=valid predictions=rows.tsv
     python evaluate.py runs/english text='The [MASK] sat on the mat.' top=10
     python evaluate.py runs/cola input=sentences.csv out=predictions.tsv
+    python evaluate.py runs/english blimp=BLiMP.zip pairs=100 out=blimp.json
 
 The first argument is the directory of a checkpoint or of a finished run. A run stands for the
-checkpoint that train.select chose. Give exactly one of data=, text= and input=.
+checkpoint that train.select chose. Give exactly one of data=, text=, input= and blimp=.
 """
 
 from xformer.start import run

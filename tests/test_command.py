@@ -155,7 +155,7 @@ def test_a_recipe_is_found_by_path_or_name(tmp_path: Path, monkeypatch: pytest.M
         (
             "finetune/zzz.toml",
             "; there are finetune/choice, finetune/classify, finetune/demo, finetune/hilbert-cnn, "
-            "finetune/regress, finetune/reproduce, finetune/squad, finetune/tag",
+            "finetune/probe, finetune/regress, finetune/reproduce, finetune/squad, finetune/tag",
         ),
     ):
         with pytest.raises(BadInput) as refusal:

@@ -247,7 +247,7 @@ def filled(arguments: list[str], complete: bool) -> list[str]:
         return [name, *rest]
     if name in ("evaluate", "study") and (not rest or "=" in rest[0]):
         rest = ["demo", *rest]
-    if name == "evaluate" and not any(re.match("(data|text|input)=", a) for a in rest):
+    if name == "evaluate" and not any(re.match("(data|text|input|blimp)=", a) for a in rest):
         rest = [*rest, "data=STORE"]
     if name == "study" and not any(a.startswith("scale=") for a in rest):
         rest = [*rest, "scale=mini"]

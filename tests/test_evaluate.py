@@ -236,7 +236,7 @@ def others(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -
 
 # the run, the arguments, and words of the error
 BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
-    ("classes", [], ["give one of data=STORE, text='...' and input=FILE"]),
+    ("classes", [], ["give one of data=STORE, text='...', input=FILE and blimp=FILE"]),
     ("classes", ["data=x", "text=y"], ["give one of data=STORE"]),
     ("classes", ["data={data}/absent"], ["absent is not a store"]),
     ("classes", ["data={data}/classes", "split=dev"], ["no split 'dev'", "train, valid, test"]),

@@ -92,7 +92,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "xformer.writer",
     ),
     "The directory of a run.": ("xformer.run",),
-    "Scores of a model on a split.": ("xformer.scoring",),
+    "Scores of a model on a split, and on minimal pairs.": (
+        "xformer.scoring",
+        "xformer.minimal_pairs",
+    ),
     "The command that scores and predicts.": ("xformer.evaluate",),
     "The command that writes vectors.": ("xformer.encode",),
     "A recipe, with everything that it names opened and checked.": ("xformer.prepare",),

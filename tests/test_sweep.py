@@ -212,6 +212,32 @@ def test_a_sweep_of_seeds_reports_all_runs(store: Path, tmp_path: Path) -> None:
     assert "| all runs | 55.0 (50.0, 60.0) |" in text
 
 
+def test_a_number_with_three_levels_becomes_an_axis(store: Path, tmp_path: Path) -> None:
+    """Such as the layer of a probe: the figure has its levels in order, and a line for each
+    combination of the other settings. The table is still sorted by score."""
+    line = [f"data={store}", "probe.layer=2,0,1", "optim.lr=1e-3,1e-4", "seed=0..2", *TINY]
+    plan = plan_of(read(*line).text(tmp_path), tmp_path)
+    for run in plan.runs("run"):
+        layer, fast = int(run.levels["probe.layer"]), run.levels["optim.lr"] == "0.001"
+        if (layer, fast) == (0, False):
+            continue  # these runs are not finished
+        valid = 0.5 + 0.1 * layer + 0.05 * fast + 0.01 * int(run.levels["seed"])
+        run.path.mkdir(parents=True)
+        metrics = {"valid": {"accuracy": valid}}
+        run.proof.write_text(json.dumps({"metrics": metrics, "seconds": 1.0}))
+    report = build_report(Results(plan), {}, tmp_path / "studies/x")
+    text = render(report, "md")
+    assert "Best on valid: probe.layer=2, optim.lr=0.001 (valid 76.0" in text
+    section = next(s for s in report.sections if s.figure is not None)
+    assert section.figure is not None
+    svg, words = section.figure.svg, "accuracy on valid, 100 times"
+    ticks = [svg.index(f">{level}</text>") for level in (0, 1, 2)]
+    assert ticks == sorted(ticks)
+    assert svg.index(">2</text>") < svg.index(">probe.layer</text>") < svg.index(words)
+    assert all(f">optim.lr={rate}</text>" in svg for rate in ("0.001", "0.0001"))
+    assert "of three seeds or more, on valid" in section.figure.caption
+
+
 def test_the_cost_is_timed(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run of a kind is timed, and its speed is kept; without a store there is a reason."""
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
@@ -267,6 +293,22 @@ def test_the_cost_is_timed(store: Path, tmp_path: Path, monkeypatch: pytest.Monk
         "2 jobs, 2 to do, no time estimate",
         "no input: the store or the initial model of the run does not exist yet (2 jobs)",
     ]
+
+
+def test_probes_of_each_layer_are_timed_by_themselves(store: Path, tmp_path: Path) -> None:
+    """A probe of the embeddings has hardly any matrix products, and its time can be told all the
+    same."""
+    plan = plan_of(read(f"data={store}", "probe.layer=0..2", *TINY).text(tmp_path), tmp_path)
+    for run in plan.runs("run"):
+        run.path.mkdir(parents=True)
+        seconds = 1.0 + int(run.levels["probe.layer"])
+        metrics = {"valid": {"accuracy": 0.5}}
+        run.proof.write_text(json.dumps({"metrics": metrics, "seconds": seconds}))
+    costs = Costs(Forecast(plan))
+    every = [costs.work[run.key] for run in plan.runs("run")]
+    assert len({work.kind for work in every if work is not None}) == 3
+    expected = [costs.seconds(run) or 0 for run in plan.runs("run")]
+    assert 0 < expected[0] < expected[1] < expected[2]
 
 
 def test_two_scores_have_no_interval() -> None:

@@ -92,6 +92,8 @@ class Checkpoint:
 
     def _built(self, copy: bool) -> Model:
         """The model. Without `copy` it shares the weights, so it must not be trained."""
+        if self.task is not None:
+            check_head(self.config, self.task)
         with torch.device("meta"):
             model = Model(self.config, self.task, parts_of(self.weights))
         check_weights(self.weights, model.state_dict(), "the checkpoint")
@@ -171,7 +173,12 @@ def changed_weights(before: Checkpoint, after: Checkpoint) -> tuple[list[str], l
 
 
 def check_head(config: ModelConfig, task: Task | type[Task]) -> None:
-    """Raise BadInput if the architecture does not support the task's head."""
+    """Raise BadInput if the architecture does not support the task's head, or lacks the layer that
+    a probe reads."""
+    layer = task.head.layer if isinstance(task, Task) else None
+    if layer is not None and (config.architecture != "transformer" or layer > config.layers):
+        has = f"{config.layers} layers" if config.architecture == "transformer" else "no layers"
+        raise BadInput(f"probe.layer={layer}: the model has {has}")
     if config.architecture == "hilbert_cnn" and not task.reads_pooled:
         raise BadInput(
             f"head={task.name}: model.architecture=hilbert_cnn predicts only classes and scores; "
@@ -325,7 +332,12 @@ def _model_record(config: ModelConfig) -> dict[str, Any]:
 def _head_record(head: Head) -> dict[str, Any]:
     """A head as config.json stores it. Settings that older versions do not know are stored only if
     they are set."""
-    newer = [name for name in ("smoothing", "class_weights") if not getattr(head, name)]
+    plain = Head(head.kind)
+    newer = [
+        name
+        for name in ("smoothing", "class_weights", "layer")
+        if getattr(head, name) == getattr(plain, name)
+    ]
     return {name: value for name, value in asdict(head).items() if name not in newer}
 
 

@@ -44,9 +44,10 @@ EVALUATE = """Score a checkpoint, fill masks, or predict raw rows.
     xformer evaluate runs/cola data=stores/cola split=valid predictions=rows.tsv
     xformer evaluate runs/english text='The [MASK] sat on the mat.' top=10
     xformer evaluate runs/cola input=sentences.csv out=predictions.tsv
+    xformer evaluate runs/english blimp=BLiMP.zip pairs=100 out=blimp.json
 
 The first argument is the directory of a checkpoint or of a finished run. A run stands for the
-checkpoint that train.select chose. Give exactly one of data=, text= and input=.
+checkpoint that train.select chose. Give exactly one of data=, text=, input= and blimp=.
 """
 ENCODE = """Turn texts into vectors, one vector per text.
 

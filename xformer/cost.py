@@ -77,15 +77,17 @@ def forward_flops(config: ModelConfig, task: Task | None, work: Workload) -> int
         return sum(_convolutions(config, task)) * work.rows
     C, E, F = config.hidden, config.width, config.intermediate
     last = work.tokens if task is None else task.tokens_read(work)
+    layers = config.layers if task is None or task.head.layer is None else task.head.layer
     # 2 for multiply and add: qkv 3CC; scores and weighted sums 2C per pair of tokens in a row
-    windows = sum(map(config.has_window, range(config.layers)))
+    windows = sum(map(config.has_window, range(layers)))
     near = min(work.squares, (2 * config.window + 1) * work.tokens)  # at row ends there are fewer
-    pairs = (config.layers - windows) * work.squares + windows * near
-    flops = 6 * C * C * config.layers * work.tokens + 4 * C * pairs
+    pairs = (layers - windows) * work.squares + windows * near
+    flops = 6 * C * C * layers * work.tokens + 4 * C * pairs
     # attention output CC, MLP up CF (2CF with gates) and down CF: in the last layer only for tokens
     # that are read
     mlp = (6 if config.gated else 4) * C * F
-    flops += (2 * C * C + mlp) * ((config.layers - 1) * work.tokens + last)
+    if layers:
+        flops += (2 * C * C + mlp) * ((layers - 1) * work.tokens + last)
     if config.embedding:
         flops += 2 * E * C * work.tokens
     return flops if task is None else flops + task.head_flops(config, work)

@@ -1,4 +1,4 @@
-"""Score a checkpoint on a split, predict the rows of a file, or fill masks."""
+"""Score a checkpoint on a split or on minimal pairs, predict the rows of a file, or fill masks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 from pydantic import BeforeValidator, Field
 
 from xformer import checkpoint as checkpoints
-from xformer import provenance
+from xformer import minimal_pairs, provenance
 from xformer.checkpoint import Checkpoint
 from xformer.config import MaybePaths, Settings, help_text, parse_overrides, validate
 from xformer.data.batch import Assembler
@@ -28,7 +28,8 @@ from xformer.data.errors import BadInput
 from xformer.data.files import write_text
 from xformer.data.joined import open_stores
 from xformer.data.store import open_store
-from xformer.data.tokenizers import Tokenizer
+from xformer.data.tokenizers import Tokenizer, load_tokenizer
+from xformer.minimal_pairs import PLL
 from xformer.ops import native
 from xformer.parallel import processes
 from xformer.parallel.precision import fast_on, reason_for_bf16, speed_note
@@ -49,6 +50,7 @@ FORMS = {
     "data": ("split", "out", "predictions", "threshold", "mapping", "system"),
     "text": ("top", "system"),
     "input": ("columns", "id", "out", "threshold", "system"),
+    "blimp": ("pll", "pairs", "tokenizer", "out", "predictions", "system"),
 }
 
 
@@ -59,7 +61,7 @@ def _names(value: Any) -> Any:
 
 
 class EvaluateConfig(Settings):
-    """What to evaluate: give one of data, text and input."""
+    """What to evaluate: give one of data, text, input and blimp."""
 
     data: MaybePaths = None
     """The store to score the checkpoint on, or a list of stores, whose rows are joined."""
@@ -67,12 +69,14 @@ class EvaluateConfig(Settings):
     """The split of the store to score."""
     out: str | None = None
     """Write the scores to this file as JSON. With input=, write the predictions to it instead, as a
-    tab-separated table. For span heads, a name that ends in .json gives JSON for SQuAD's script."""
+    tab-separated table. For span heads, a name that ends in .json gives JSON for SQuAD's script.
+    With blimp=, a name that ends in .csv gives the table that is printed."""
     predictions: str | None = None
     """Write the predictions to this file as a tab-separated table, with one line per row (for
     head=choice: per question) and a column `gold` if the split has labels. For span heads, write
     JSON that maps each question's id to its answer. If the name ends in .npz, write the outputs and
-    labels of every row instead, in a file that xformer.predictions.read opens."""
+    labels of every row instead, in a file that xformer.predictions.read opens. With blimp=, the
+    table has a line per pair with the scores of both sentences."""
     threshold: float | None = None
     """For span heads: leave a question unanswered if "no answer" scores higher than its best span
     by more than this. To find a good value, score the split valid, which prints best_threshold.
@@ -97,6 +101,20 @@ class EvaluateConfig(Settings):
     mapping: str | None = None
     """How token ids of the store become those of the model (see `python train.py --help`). Default:
     the mapping that the checkpoint was trained with."""
+    blimp: str | None = None
+    """Minimal pairs on which to score a masked language model: the archive BLiMP.zip, a directory,
+    or a single file of JSON lines with sentence_good, sentence_bad, UID (the paradigm) and
+    linguistics_term (the phenomenon)."""
+    pll: PLL = "word-l2r"
+    """The pseudo-log-likelihood (PLL) by which sentences are compared. original: each token is
+    predicted while it alone is masked, and the log-probabilities are added up (Salazar et al.
+    2020). word-l2r: the tokens that follow in the same word are masked too (Kauf & Ivanova
+    2023)."""
+    pairs: int = Field(0, ge=0)
+    """Score only this many pairs of each paradigm, the first ones. 0: all."""
+    tokenizer: str | None = None
+    """The tokenizer of the minimal pairs, whose ids are used unchanged as the model's: a tokenizer,
+    a store or a checkpoint. Default: the checkpoint's own."""
     system: SystemConfig = SystemConfig()
 
 
@@ -141,6 +159,8 @@ def main(write_rows: WriteRows | None = None) -> None:
                 say(note, error=True)
         if config.data is not None:
             _score_split(checkpoint, config, arguments[0], ranks)
+        elif config.blimp is not None:
+            _score_pairs(checkpoint, config, arguments[0], ranks)
         elif ranks.rank == 0 and config.text is not None:
             _fill_masks(checkpoint, config, ranks)
         elif ranks.rank == 0:
@@ -155,8 +175,8 @@ def parse_arguments(arguments: list[str]) -> EvaluateConfig:
         raise BadInput("the first argument must be a checkpoint or a run, such as runs/english")
     values = parse_overrides(EvaluateConfig, arguments[1:])
     config = validate(EvaluateConfig, values)
-    if sum(x is not None for x in (config.data, config.text, config.input)) != 1:
-        raise BadInput("give one of data=STORE, text='...' and input=FILE")
+    if sum(getattr(config, name) is not None for name in FORMS) != 1:
+        raise BadInput("give one of data=STORE, text='...', input=FILE and blimp=FILE")
     form = next(name for name in FORMS if getattr(config, name) is not None)
     extra = [key for key in values if key != form and key not in FORMS[form]]
     if extra:
@@ -253,6 +273,34 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     elif config.predictions:
         lines = task.lines(scores.outputs, assembler.split, config.threshold)
         write_text(Path(config.predictions), lines)
+
+
+def _score_pairs(checkpoint: Checkpoint, config: EvaluateConfig, name: str, ranks: Ranks) -> None:
+    pairs = minimal_pairs.read_pairs(Path(str(config.blimp)), config.pairs)
+    tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
+    precision = config.system.precision
+    scores = minimal_pairs.score_pairs(checkpoint, pairs, config.pll, ranks, precision, tokenizer)
+    if ranks.rank != 0:
+        return
+    table = scores.table()
+    for phenomenon, paradigm, count, accuracy in table:
+        say(f"{f'  {paradigm}' if paradigm else phenomenon:<56}{count:>7,}  {accuracy:.4f}")
+    ties = f", of which {scores.ties:,} are ties and count as wrong" if scores.ties else ""
+    say(f"blimp accuracy {scores.accuracy:.4f} ({len(pairs):,} pairs{ties})")
+    if config.out and config.out.lower().endswith(".csv"):
+        rows = [("phenomenon", "paradigm", "pairs", "accuracy"), *table]
+        text = "".join(",".join(map(str, row)) + "\n" for row in rows)
+        write_text(Path(config.out), text)
+    elif config.out:
+        result = {
+            "checkpoint": name,
+            "blimp": config.blimp,
+            "pll": config.pll,
+            "precision": precision,
+        }
+        write_text(Path(config.out), json.dumps(result | scores.summary(), indent=1) + "\n")
+    if config.predictions:
+        write_text(Path(config.predictions), as_table(scores.columns()))
 
 
 def _wants_arrays(config: EvaluateConfig) -> bool:

@@ -40,6 +40,8 @@ from xformer.trajectory import Timeline, Trajectory
 # settings of model.* that may differ from those of the checkpoint given as init=
 DROPOUT_SETTINGS = ("dropout", "attention_dropout", "head_dropout", "dropout_form")
 
+PROBED = ("task_head",)  # what a probe trains
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -126,7 +128,7 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     start = registry.apply(start, recipe.surgery, recipe.seed.of("weights"))
     split = store.split("train")
     array = mapping.build_mapping(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
-    recipe = _with_length(recipe, start, store)
+    recipe = _with_length(_with_probe(recipe), start, store)
     if 0 < recipe.batch.tokens < split.together * recipe.batch.max_tokens:
         raise BadInput(
             f"batch.tokens={recipe.batch.tokens} is too small for one question: "
@@ -233,6 +235,22 @@ def _with_length(recipe: Recipe, start: Checkpoint, store: Store) -> Recipe:
     return recipe
 
 
+def _with_probe(recipe: Recipe) -> Recipe:
+    """The recipe, in which a probe trains only its head. Raises BadInput if the task has no probe,
+    or if other weights are to be trained."""
+    if recipe.probe.layer is None:
+        return recipe
+    if not TASKS[recipe.head].takes_probe:
+        able = ", ".join(name for name, task in TASKS.items() if task.takes_probe)
+        raise BadInput(f"probe.layer={recipe.probe.layer} needs one of the heads {able}")
+    if recipe.train.only not in ((), PROBED):
+        raise BadInput(
+            f"probe.layer={recipe.probe.layer} trains only the head, but train.only="
+            f"{list(recipe.train.only)}; leave one of them out"
+        )
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"only": PROBED})})
+
+
 def _head(recipe: Recipe, store: Store, samples: Samples) -> Head:
     """The description of the run's head. Raises BadInput if the settings for pairs or for class
     weights do not fit the store."""
@@ -249,6 +267,7 @@ def _head(recipe: Recipe, store: Store, samples: Samples) -> Head:
         columns=store.meta["origin"].get("columns"),
         smoothing=recipe.loss.label_smoothing,
         class_weights=_class_weights(recipe, store, samples),
+        layer=recipe.probe.layer,
     )
 
 

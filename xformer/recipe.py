@@ -124,6 +124,16 @@ class LossConfig(Settings):
         return value
 
 
+class ProbeConfig(Settings):
+    """Probing: what can be read off a frozen encoder."""
+
+    layer: int | None = Field(None, ge=0)
+    """Train only a linear head on the hidden states after this layer; everything else is frozen. 0
+    is the output of the embeddings. A head for classes or scores reads the mean over all tokens of
+    a row, a head for words the first token of each word; there is no pooler. The layers above are
+    not computed."""
+
+
 class TrainConfig(Settings):
     """How long to train, and what to keep."""
 
@@ -215,6 +225,7 @@ class Recipe(Settings):
     batch: BatchConfig = BatchConfig()
     masking: MaskingConfig = MaskingConfig()
     loss: LossConfig = LossConfig()
+    probe: ProbeConfig = ProbeConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     system: TrainingSystem = TrainingSystem()

@@ -44,7 +44,7 @@ from xformer.data.files import (
 from xformer.model.config import NEWER, ModelConfig
 from xformer.parallel.feed import Step
 from xformer.predictions import FOLDER
-from xformer.recipe import LossConfig
+from xformer.recipe import LossConfig, ProbeConfig
 
 # keys that may change when a run is continued
 FREE = {
@@ -341,7 +341,9 @@ def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any])
 def completed(config: dict[str, Any]) -> dict[str, Any]:
     """The settings of a run. What its version did not have is added with defaults."""
     model = ModelConfig().model_dump(mode="json", include=set(NEWER)) | config.get("model", {})
-    return {"loss": LossConfig().model_dump(mode="json"), **config, "model": model}
+    later = {"loss": LossConfig(), "probe": ProbeConfig()}
+    groups = {name: group.model_dump(mode="json") for name, group in later.items()}
+    return {**groups, **config, "model": model}
 
 
 def _change(name: str, before: Any, now: Any) -> str:

@@ -17,7 +17,7 @@ from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.rows import split_of
 from xformer.data.tokenizers import Tokenizer
-from xformer.tasks.task import Model, check_finite, to_device
+from xformer.tasks.task import Model, check_finite, row_means, to_device
 
 Pooling = Literal["mean", "first"]
 # what other programs call a pooling
@@ -127,6 +127,4 @@ def pooled(model: Model, batch: Batch[Tensor], pooling: Pooling) -> Tensor:
     """The vector of each row of a batch, (N, C) float32."""
     if pooling == "first":
         return model.encoder(batch, places=batch.first).float()
-    x = model.encoder(batch).float()  # (T, C)
-    sizes = batch.cu_seqlens.diff().long()
-    return torch.segment_reduce(x, "mean", lengths=sizes, axis=0)
+    return row_means(model.encoder(batch), batch.cu_seqlens)

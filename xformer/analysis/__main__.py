@@ -34,6 +34,7 @@ MODULES = {
     "gradients": "gradient confusion: cosines between the gradients of different examples",
     "perturbation": "how much outputs change when noise is added to the parameters",
     "cost": "parameters by part, FLOPs per token, measured speed, time to make a checkpoint",
+    "blimp": "accuracy on minimal pairs, by step for runs that kept their checkpoints",
     "curves": "loss curves of runs: mean and standard deviation over seeds",
     "capture": "hidden states and attention maps, written to an HDF5 file",
 }

@@ -140,6 +140,8 @@ def _head(checkpoint: Checkpoint) -> list[str]:
     if head.labels:
         more = ", ..." if len(head.labels) > SHOWN else ""
         line += f", {len(head.labels)} classes: {', '.join(head.labels[:SHOWN])}{more}"
+    if head.layer is not None:
+        line += f", reads layer {head.layer} (a probe)"
     texts = " of two texts" if head.pair else ""
     return [line + texts + (f", chosen by {head.metric}" if head.metric else ""), *others]
 

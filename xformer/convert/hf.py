@@ -553,6 +553,11 @@ def family_of(checkpoint: Checkpoint) -> Family:
     """The family whose architecture this checkpoint has. Raises BadInput if there is none."""
     config = checkpoint.config
     rotary = config.positions == "rotary"
+    if checkpoint.head is not None and checkpoint.head.layer is not None:
+        raise BadInput(
+            f"its head is a probe of layer {checkpoint.head.layer}, for which transformers has no "
+            "class; export the checkpoint that it was trained from"
+        )
     if config.norm != "post" and not rotary:
         raise BadInput("no family has LayerNorm before attention and MLP (model.norm='pre')")
     for field in ("architecture", "positions", "norm_form"):  # other values: Hilbert-CNN and PLUS

@@ -143,6 +143,26 @@ class Tokenizer:
             for text, (ids, starts, ends) in zip(texts, spans(texts), strict=True)
         ]
 
+    def encode_with_words(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(ids, words) of each text, int32. The ids are those of `encode_batch`. Tokens with the
+        same number in `words` are pieces of one word. The numbers never decrease.
+
+        WordPiece and BPE also end a word at a punctuation mark, as the models of these kinds do.
+        For unigrams a word ends at white space. Raises BadInput if the tokenizer knows no words.
+        """
+        if self._sentencepiece:
+            begins = np.array([piece.startswith("▁") for piece in self.pieces])
+            return [
+                (ids, np.cumsum(begins[ids], dtype=np.int32)) for ids in self.encode_batch(texts)
+            ]
+        if self.kind == "symbols" or self._model.pre_tokenizer is None:
+            raise BadInput("the tokenizer does not split a text into words")
+        encodings = self._model.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.asarray(encoding.ids, np.int32), np.asarray(encoding.word_ids, np.int32))
+            for encoding in encodings
+        ]
+
     def _spans_of_pieces(self, texts: Sequence[str]) -> Iterator[Spans]:
         for encoding in self._model.encode_batch(list(texts), add_special_tokens=False):
             yield _columns(encoding.ids, encoding.offsets)

@@ -190,25 +190,34 @@ class Encoder(nn.Module):
         self.final_norm = Norm(config, config.hidden) if config.norm == "pre" else None
         self.has_window = [config.has_window(i) for i in range(config.layers)]
 
-    def forward(self, batch: Batch[Tensor], places: Tensor | None = None) -> Tensor:
+    def forward(
+        self, batch: Batch[Tensor], places: Tensor | None = None, depth: int | None = None
+    ) -> Tensor:
         """The last hidden states, (T, C), or (P, C) for the tokens at `places` (P,).
 
-        With `places`, the last layer computes only these tokens after its attention.
+        With `places`, the last layer computes only these tokens after its attention. With `depth`,
+        the hidden states after this many layers instead; 0 is the output of the embeddings.
         """
+        depth = self.config.layers if depth is None else depth
         count = len(batch.tokens if places is None else places)
         windows = (0, self.config.window)  # of layers that attend to the whole row, and of others
         layouts = [Layout(batch.cu_seqlens, batch.longest, window) for window in windows]
         batch, places = _padded(batch), None if places is None else pad_rows(places)
         x = self.embeddings(batch)  # (T, C)
         rotations = self._rotations(batch.positions)
-        weights = [cast_weights(layer) for layer in self.layers]  # in bf16, or nothing in fp32
-        for i in range(self.config.layers):
+        # in bf16, or nothing in fp32
+        weights = [cast_weights(layer) for layer, _ in zip(self.layers, range(depth), strict=False)]
+        for i in range(depth):
             own = i % len(self.layers)  # ALBERT has one layer for all
-            last, local = i == self.config.layers - 1, self.has_window[i]
+            last, local = i == depth - 1, self.has_window[i]
             inputs = x, layouts[local], places if last else None, rotations[local]
             x = functional_call(self.layers[own], weights[own], inputs, tie_weights=False)
+        if not depth and places is not None:
+            x = x.index_select(0, places)
         x = x if len(x) == count else x[:count]  # without the padding
-        return x if self.final_norm is None else self.final_norm(x)
+        if self.final_norm is None or depth < self.config.layers:
+            return x
+        return self.final_norm(x)
 
     def _rotations(self, positions: Tensor) -> list[Turns | None]:
         """The rotations in layers that attend to the whole row, and in layers with a window."""

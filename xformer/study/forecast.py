@@ -444,7 +444,9 @@ class Costs:
         operations = float(cost.training_flops(shape, task_of(Head(recipe.head)), amount))
         same = (shape.model_dump(), recipe.head, recipe.batch.model_dump(), length, job.processes)
         system = recipe.system.model_dump(mode="json")
-        kind = content_key([*same, recipe.train.only, system])
+        # a probe takes less time than these operations, so each layer has a kind of its own
+        probed = () if recipe.probe.layer is None else (recipe.probe.layer,)
+        kind = content_key([*same, recipe.train.only, system, *probed])
         scoring = operations / (1 + cost.BACKWARD) * scored / amount.tokens
         return Work(kind, operations, scoring, amount.tokens)
 

@@ -50,7 +50,7 @@ INTERVALS = ("log_every", "checkpoint_every", "keep_last", "keep_every", "keep_s
 # fields that were added to the recipe after the first results. They enter the key only if they
 # differ from their default, so that earlier results keep their keys. Add each new field here, or to
 # INTERVALS if it changes no result
-LATER = ("loss", "train.trouble", "train.spike", *(f"model.{name}" for name in NEWER))
+LATER = ("loss", "probe", "train.trouble", "train.spike", *(f"model.{name}" for name in NEWER))
 PLACE_BELOW = re.compile(PLACE.pattern + r"((?:/[^\s{}]*)?)")  # with the rest of its path
 UNPACKED = ".unpacked"  # marks a command's directory whose files come from the kept results
 

@@ -7,6 +7,7 @@ that comes from a study file, a run or a log.
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import shutil
 from base64 import b64encode
@@ -39,7 +40,17 @@ from xformer.study.results import (
     state_of,
     write_csv,
 )
-from xformer.study.spec import METRIC, SEED, STATISTICS, Curves, Picture, ScoreTable, Shown, Summary
+from xformer.study.spec import (
+    METRIC,
+    SEED,
+    STATISTICS,
+    Curves,
+    Picture,
+    ScoreTable,
+    Shown,
+    Study,
+    Summary,
+)
 from xformer.study.statistics import LEVEL
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -382,8 +393,48 @@ def _settings(results: Results, stage: str, notes: Notes) -> Iterator[Section]:
     caption = "Bars show ± one standard deviation of three seeds or more."
     caption += f" Only the best {SHOWN} settings are drawn." if len(drawn) < len(cells) else ""
     figure = Drawing(f"{stage}.svg", table_figure(table, columns, names), caption=caption)
+    if along := _numeric_factor(results.study, stage):
+        figure = _along(results.study, table, along, cells)
     grid = Grid(["settings", *(cell.column for cell in cells[0])], rows)
     yield Section(table.title, about, figure, grid=grid, scores=_scores(cells, digits))
+
+
+def _numeric_factor(study: Study, stage: str) -> str:
+    """The first factor of a stage, besides the seeds, that has three levels or more, all of them
+    numbers; "" if there is none."""
+    for factor, levels in study.factors(stage).items():
+        if factor.split(".")[0] != SEED and len(levels) > 2 and all(map(_is_number, levels)):
+            return factor
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _along(study: Study, table: ScoreTable, factor: str, cells: list[list[Cell]]) -> Drawing:
+    """The figure of a sweep over a number, such as the layer of a probe: the scores on the first
+    split by this number, with a line for each combination of the other settings."""
+    levels = sorted(study.factors(table.stage)[factor], key=float)
+    lines: dict[str, dict[str, Cell]] = {}
+    for cell in (row[0] for row in cells if row[0].runs):
+        own = cell.runs[0].levels
+        others = [f"{f}={v}" for f, v in own.items() if f != factor and f.split(".")[0] != SEED]
+        name = ", ".join(others) or "all runs"
+        lines.setdefault(name, {})[own[factor]] = replace(cell, row=name, column=own[factor])
+    split = cells[0][0].column
+    shown = table.model_copy(update={"columns": factor, "split": split})
+    rows = [
+        [line.get(level, Cell(name, level, (), None, None)) for level in levels]
+        for name, line in list(lines.items())[:SHOWN]
+    ]
+    caption = f"Bars show ± one standard deviation of three seeds or more, on {split}."
+    caption += f" Only the best {SHOWN} settings are drawn." if len(lines) > SHOWN else ""
+    svg = table_figure(shown, rows, levels, joined=True)
+    return Drawing(f"{table.stage}.svg", svg, caption=caption)
 
 
 def _link(cell: Cell) -> str:
@@ -548,17 +599,26 @@ def _run(job: Job, results: Results, outcomes: dict[str, Outcome], directory: Pa
 # ---------------------------------------------------------------------------------- its figures
 
 
-def table_figure(table: ScoreTable, cells: Sequence[Sequence[Cell]], names: Sequence[str]) -> str:
+def table_figure(
+    table: ScoreTable,
+    cells: Sequence[Sequence[Cell]],
+    names: Sequence[str],
+    joined: bool = False,
+) -> str:
     """An SVG of a table: a group for each column, labelled by `names`, and a colour for each row.
     Every score is a point beside the mean, which has the standard deviation of three scores or
-    more. A published number is a dashed line."""
+    more. A published number is a dashed line. With `joined`, a line joins the means of a row."""
     columns, width = len(names), 0.8 / len(cells)
     with style.colours(style.BOTH):
         drawing = style.new_figure(min(13.0, 2.5 + 0.28 * columns * (len(cells) + 1)), 3.8)
         axes = drawing.subplots()
         for number, row in enumerate(cells):
             left = -0.4 + width * (number + 0.5)
-            _row(axes, np.arange(columns) + left, row, width, f"C{number}")
+            places = np.arange(columns) + left
+            _row(axes, places, row, width, f"C{number}")
+            if joined:
+                means = [math.nan if cell.sample is None else cell.sample.mean for cell in row]
+                axes.plot(places, means, color=f"C{number}", lw=1.2)
         axes.set_xticks(range(columns), names)
         unit = ", 100 times" if table.percent else ""
         name = table.metric if isinstance(table.metric, str) else "score"

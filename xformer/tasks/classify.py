@@ -27,15 +27,18 @@ from xformer.tasks.task import (
     labelled,
     no_labels,
     of_rows,
+    row_means,
     texts,
 )
 from xformer.tasks.weighted import Weighted, average, macro_f1, matthews
 
 
 class Pooled(Task):
-    """A task whose head reads the pooled first token, or the features of a HilbertCNN."""
+    """A task whose head reads the pooled first token, or the features of a HilbertCNN. A probe
+    reads the mean over the tokens of a row."""
 
     reads_pooled = True
+    takes_probe = True
 
     def dropouts(self, config: ModelConfig) -> tuple[float, float]:
         """The dropout rates before the pooler and before the head."""
@@ -47,6 +50,8 @@ class Pooled(Task):
         before_pooler, before_head = self.dropouts(model.config)
         if model.cnn is not None:
             x = model.cnn(batch)
+        elif self.head.layer is not None:
+            x = row_means(model.encoder(batch, depth=self.head.layer), batch.cu_seqlens)
         else:
             first = model.encoder(batch, places=batch.first)  # (N, C)
             x = model.pooled(first, before_pooler)
@@ -54,7 +59,11 @@ class Pooled(Task):
         return logits
 
     def tokens_read(self, work: Workload) -> int:
-        return work.rows
+        return work.rows if self.head.layer is None else work.tokens
+
+    def head_flops(self, config: ModelConfig, work: Workload) -> int:
+        C = config.hidden
+        return 2 * C * (self.outputs + C * self.has_pooler(config)) * work.rows
 
     def has_unlabelled(self, split: Split) -> bool:
         return bool((np.asarray(split.columns["label"]) < 0).any())

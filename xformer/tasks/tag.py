@@ -41,6 +41,7 @@ class Tag(Task):
     metrics = {"loss": LOWER, "accuracy": HIGHER, "f1": HIGHER, "entity_f1": HIGHER}
     arrays = {"label", "predicted", "loss"}
     named_classes = True
+    takes_probe = True
     head_reads = "places"
     hf_class = "TokenClassification"
     hf_pipeline = "token-classification"
@@ -53,7 +54,8 @@ class Tag(Task):
 
     def logits(self, model: Model, batch: Batch[Tensor]) -> Tensor:
         """(M, K) for the labelled tokens, or (T, K) for all if the batch has no `places`."""
-        x = model.states(model.encoder(batch, places=batch.places))
+        x = model.encoder(batch, places=batch.places, depth=self.head.layer)
+        x = model.states(x) if self.head.layer is None else x  # a probe reads them without a pooler
         logits: Tensor = model.task_head(model.drop(x, dropout_of_tokens(model)))
         return logits
 

@@ -40,7 +40,8 @@ class Head:
     columns. `mapping`, `max_tokens` and `masking` (the share of tokens to predict) are the run's
     settings. `pair` says whether the input is two texts. `pair_scale` is the number of masked
     tokens that a pair counts as in the loss, or 0 without a pair head. `smoothing` and
-    `class_weights` change the training loss of classification.
+    `class_weights` change the training loss of classification. A probe reads the hidden states
+    after `layer`; every other head has None and reads the last ones.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Head:
     columns: dict[str, Any] | None = None
     smoothing: float = 0.0
     class_weights: tuple[float, ...] = ()
+    layer: int | None = None
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,8 @@ class Task(ABC):
     accuracy."""
     takes_class_weights: ClassVar[bool] = False
     """Whether its training loss can use class weights and label smoothing."""
+    takes_probe: ClassVar[bool] = False
+    """Whether its head can read another layer than the last; see `Head.layer`."""
     has_questions: ClassVar[bool] = False
     """Whether its rows are windows of questions. Its predictions then have `questions`."""
     has_table: ClassVar[bool] = True
@@ -189,8 +193,8 @@ class Task(ABC):
 
     def has_pooler(self, config: ModelConfig) -> bool:
         """Whether the task's own head reads hidden states through the pooler. In ModernBERT every
-        head does."""
-        if config.architecture == "hilbert_cnn":
+        head does. A probe does not."""
+        if config.architecture == "hilbert_cnn" or self.head.layer is not None:
             return False
         return config.pooler == "norm" or (self.reads_pooled and config.pooler != "none")
 
@@ -437,6 +441,13 @@ class Model(nn.Module):
 def labelled(labels: Tensor) -> Tensor:
     """How many labels count, (). Filler has the label IGNORED; see xformer.data.capacity."""
     return (labels != IGNORED).sum()
+
+
+def row_means(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The mean hidden state of each row, x (T, C) -> (N, C) float32. Of an empty row it is 0."""
+    sizes = cu_seqlens.diff().long()
+    sums = torch.segment_reduce(x.float(), "sum", lengths=sizes, axis=0)
+    return sums / sizes.clamp(min=1)[:, None]
 
 
 def tensor_on(values: np.ndarray, device: torch.device) -> Tensor:
