@@ -46,6 +46,14 @@ def fraction(text: str) -> float:
     return value
 
 
+def part_number(text: str) -> tuple[int, int]:
+    """An argument type: the number of a part and how many there are, such as 3/16."""
+    first, _, second = text.partition("/")
+    if not (first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second) <= 9999):
+        raise argparse.ArgumentTypeError(f"{text!r} is not PART/PARTS, such as 3/16")
+    return int(first), int(second)
+
+
 def add_output(parser: argparse.ArgumentParser, placeholder: str) -> None:
     """Add `--output` and `--overwrite`. The help shows `placeholder` for the directory."""
     parser.add_argument(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from xformer.data.arguments import CommandParser
 from xformer.data.errors import Interrupted, typed
 
-from . import stats
+from . import join, stats
 from .corpora import dialects, pydocs, synthetic, text
 from .fetch import data_sets
 from .tasks import (
@@ -67,6 +67,7 @@ SUB_COMMANDS = {
     "text": SubCommand(
         text.add_arguments, text.run, "Encode text, Java or FASTA into a store for pre-training."
     ),
+    "join": SubCommand(join.add_arguments, join.run, join.ABOUT),
     "pairs": SubCommand(pairs.add_arguments, pairs.run, pairs.ABOUT),
     "stats": SubCommand(
         stats.add_arguments,

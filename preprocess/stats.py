@@ -15,7 +15,8 @@ from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import BLOCK as CHECKSUM_BLOCK
 from xformer.data.files import write_json
-from xformer.data.store import TEXTS, Ragged, Store, no_store, open_store
+from xformer.data.joined import open_stores
+from xformer.data.store import TEXTS, Ragged, Store, no_store
 from xformer.data.tags import IGNORED
 
 from . import stats_figure
@@ -247,26 +248,30 @@ def verify_store(path: Path) -> None:
     if not (path / "store.json").is_file():
         raise no_store(path)
     try:
-        store = open_store(path)
+        store = open_stores(path)
         store.tokenizer()
     except BadInput as error:
         raise Failure(str(error)) from None
     sizes = {
-        name: file["bytes"]
-        for split in store.meta["splits"].values()
+        part.path / name: file["bytes"]
+        for part in store.parts
+        for split in part.meta["splits"].values()
         for name, file in split["files"].items()
     }
-    wrong: dict[str, list[int]] = {name: [] for name in sizes}
+    wrong: dict[Path, list[int]] = {file: [] for file in sizes}
     with Progress("verifying", sum(sizes.values()), "B") as bar:
-        for name, block, good in store.verify():
-            bar.advance(min(CHECKSUM_BLOCK, sizes[name] - block * CHECKSUM_BLOCK))
-            if not good:
-                wrong[name].append(block)
-    for name, blocks in wrong.items():
-        say(f"{name}: {'damaged' if blocks else 'ok'}")
+        for part in store.parts:
+            for name, block, good in part.verify():
+                file = part.path / name
+                bar.advance(min(CHECKSUM_BLOCK, sizes[file] - block * CHECKSUM_BLOCK))
+                if not good:
+                    wrong[file].append(block)
+    for file, blocks in wrong.items():
+        shown = file if len(store.parts) > 1 else file.relative_to(path)
+        say(f"{shown}: {'damaged' if blocks else 'ok'}")
     bad = [
-        f"{path / name} block {block} (of {CHECKSUM_BLOCK} bytes)"
-        for name, blocks in wrong.items()
+        f"{file} block {block} (of {CHECKSUM_BLOCK} bytes)"
+        for file, blocks in wrong.items()
         for block in blocks
     ]
     if bad:
@@ -293,7 +298,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_file(arguments.figure)
     if arguments.figure is not None:
         stats_figure.check_figure(arguments.figure)
-    store = open_store(arguments.store)
+    store = open_stores(arguments.store)
     surveys = survey(store)
     about = describe_store(store, surveys)
     say_description(about)

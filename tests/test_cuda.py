@@ -58,7 +58,7 @@ def test_a_step_does_not_wait_for_the_device(library: Path) -> None:
     assert waits.pop("an optimizer that waits")[READ] > STEPS * weights
     told = waits.pop("a step that mixes devices")
     assert "Expected all tensors to be on the same device" in told
-    assert set(optim.KINDS) == {"adam", "adamw", *first_hour.ASK_THE_HOST}
+    assert set(optim.KINDS) == {"adam", "adamw", "muon", *first_hour.ASK_THE_HOST}
     expected = {case: {READ: STEPS} if case in first_hour.ASK_THE_HOST else {} for case in CASES}
     for case in ("Hilbert-CNN", "class weights"):
         # the first step copies the curve, or the class weights, to the device

@@ -99,6 +99,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "The command that scores and predicts.": ("xformer.evaluate",),
     "The command that writes vectors.": ("xformer.encode",),
     "A recipe, with everything that it names opened and checked.": ("xformer.prepare",),
+    "Runs that go on from a checkpoint of another run.": ("xformer.branch",),
     "A run while it trains: what is due, logged and saved after a step.": ("xformer.session",),
     "Numerical trouble: where it arises, and what to do.": ("xformer.tracing", "xformer.guard"),
     "The training loop.": ("xformer.train",),

@@ -289,20 +289,22 @@ def recomputed(run: Path, step: int, ranks: int) -> tuple[int, list[list[Any]]]:
     return end, parts
 
 
-@pytest.mark.parametrize("name", ["rows", "tokens", "mapped"])
+@pytest.mark.parametrize("name", ["rows", "tokens", "mapped", "mixture"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_rows_of_a_step_are_those_that_the_run_read(
     forks: Forks, data: Toys, tmp_path: Path, name: str, ranks: int
 ) -> None:
-    """Several epochs of one store, or of two with a mapping."""
+    """Several epochs of one store, of two with a mapping, or of a mixture."""
     run, more = tmp_path / "run", tmp_path / "more"
     store: str = str(data.text)
     settings = {"rows": ["batch.accumulate=2"], "tokens": ["batch.tokens=200"]}.get(name, [])
-    if name == "mapped":
+    if name in ("mapped", "mixture"):
         words = ("--input", data.raw / "valid.txt", "--tokenizer", data.tokenizer)
         good(forks.run("preprocess.py", "text", *words, "--output", more))
         store = json.dumps([str(data.text), str(more)])
         settings = ["mapping=shift:9", "fraction=0.5", "batch.tokens=150", "seed.order=3"]
+    if name == "mixture":
+        settings = ["mixture.weights=[1, 1]", "mixture.final=[1, 4]", "batch.accumulate=2"]
     steps = ["train.steps=90", "train.select=last", "train.log_every=50"]
     line = training(SMOKE, store, run, *steps, *settings)
     good(forks.run(*line, ranks=ranks, before=KEEP.replace("{folder}", str(tmp_path), 1)))

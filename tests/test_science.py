@@ -46,7 +46,7 @@ def test_weight_decay_and_betas_follow_the_optimizer(
 ) -> None:
     """The values in use are in config.json and in the first lines that a user sees."""
     said = started(forks, data, tmp_path / "run", f"optim.name={name}")
-    decay = 0.01 if name == "adamw" else 0.0
+    decay = 0.01 if name in ("adamw", "muon") else 0.0
     betas = [0.95, 0.98] if name == "novograd" else [0.9, 0.999]
     content = read_json(tmp_path / "run/config.json")
     for part in ("config", "identity"):
@@ -61,14 +61,16 @@ def test_a_typed_weight_decay_is_an_l2_term(forks: Forks, data: Toys, tmp_path: 
     assert "adam: peak rate 0.001 (linear), weight decay 0.01\n" in said
     assert said.count("optim.weight_decay=0.01 with adam is an L2 term") == 1
     assert read_json(tmp_path / "adam/config.json")["config"]["optim"]["weight_decay"] == 0.01
-    for name in ("adamw", "novograd"):
+    for name in ("adamw", "novograd", "muon"):
         given = f"optim.name={name}", "optim.weight_decay=0.01"
         assert "L2" not in started(forks, data, tmp_path / name, *given)
 
 
 def test_help_shows_both_defaults(forks: Forks) -> None:
     lines = good(forks.run("train.py", "--help")).out.splitlines()
-    assert "  optim.weight_decay: float = 0.01 for adamw, 0.0 for all others" in lines
+    assert (
+        "  optim.weight_decay: float = 0.01 for adamw, 0.01 for muon, 0.0 for all others" in lines
+    )
     betas = "[0.95, 0.98] for novograd, [0.9, 0.999] for all others"
     assert f"  optim.betas: [float, float] = {betas}" in lines
 
@@ -122,10 +124,12 @@ def test_no_study_inherits_another_optimizers_settings(
 
 
 def test_no_recipe_inherits_another_optimizers_settings() -> None:
-    """The exception is Hilbert-CNN, whose authors use an L2 term with Adam."""
+    """The exceptions are Hilbert-CNN, whose authors use an L2 term with Adam, and Muon, which
+    decouples weight decay as AdamW does."""
     for path in (ROOT / "recipes").glob("[fp]*/*.toml"):
         config = load(Recipe, [str(path), "data=x", "run=-"]).optim
-        assert config.name == "adamw" or path.stem == "hilbert-cnn", path
+        others = {"hilbert-cnn": "adam", "micro-wsd": "muon"}
+        assert config.name == others.get(path.stem, "adamw"), path
         decays = {"hilbert-cnn": 7.5e-4, "roberta-base-chiang2020": 0.0, "words-only": 0.0}
         assert config.weight_decay == decays.get(path.stem, 0.01), path
 

@@ -27,11 +27,14 @@ MOMENTS = {
     "adamax": ("exp_avg", "exp_inf"),
     "radam": ("exp_avg", "exp_avg_sq"),
     "novograd": ("exp_avg", "exp_avg_sq"),
+    "muon": ("exp_avg", "exp_avg_sq"),  # of the weights that it leaves to AdamW
 }
+BUFFER = "momentum_buffer"  # the only moment of a matrix of Muon
 # defaults of one optimizer alone: with Adam, an L2 term as large as AdamW's decay ruins training,
 # and NovoGrad's authors never use Adam's betas
-DECAYS = {"adamw": 0.01}
+DECAYS = {"adamw": 0.01, "muon": 0.01}
 BETAS = {"novograd": (0.95, 0.98)}
+LAYERS = "encoder.layers."  # where the names of the matrices for Muon begin
 PIECE = 2**18  # elements per norm on the CPU, where one fp32 sum over millions is off by 5e-4
 
 
@@ -41,9 +44,11 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimConfig(Settings):
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw", "adam", "adagrad", "adamax", "radam", "novograd"] = "adamw"
+    name: Literal["adamw", "adam", "adagrad", "adamax", "radam", "novograd", "muon"] = "adamw"
     """AdamW (Loshchilov & Hutter 2019), Adam and AdaMax (Kingma & Ba 2015), Adagrad (Duchi et al.
-    2011), RAdam (Liu et al. 2020) or NovoGrad (Ginsburg et al. 2019)."""
+    2011), RAdam (Liu et al. 2020) or NovoGrad (Ginsburg et al. 2019). muon: Muon (Jordan et al.
+    2024) for the matrices of the layers, with momentum 0.95 and steps of the size of AdamW's (Liu
+    et al. 2025), and AdamW for all other weights."""
     lr: float = Field(1e-4, gt=0)
     """Peak learning rate."""
     betas: tuple[Beta, Beta] = follows("name", BETAS, (0.9, 0.999))
@@ -51,12 +56,15 @@ class OptimConfig(Settings):
     eps: float = Field(1e-8, gt=0)
     """Added to the square root of the second moment."""
     weight_decay: float = follows("name", DECAYS, 0.0, ge=0)
-    """Decay of matrices and embeddings, never of biases or LayerNorm. AdamW decouples it from
-    the gradient, and NovoGrad adds it to the normalised gradient. All others add it to the gradient
-    itself (an L2 term), which is far stronger than AdamW's decay at the same value."""
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """How the rate falls after the warm-up: linearly to 0, along half a cosine to 0, or not at
-    all."""
+    """Decay of matrices and embeddings, never of biases or LayerNorm. AdamW and Muon decouple it
+    from the gradient, and NovoGrad adds it to the normalised gradient. All others add it to the
+    gradient itself (an L2 term), which is far stronger than AdamW's decay at the same value."""
+    schedule: Literal["linear", "cosine", "constant", "wsd"] = "linear"
+    """How the rate falls after the warm-up: linearly to 0, along half a cosine to 0, or not at all.
+    wsd (warm-up, stable, decay): not at all until optim.decay, then linearly to 0. Its stable phase
+    does not depend on the length of the run; see train.branch_from."""
+    decay: float = Field(0.2, gt=0)
+    """With schedule=wsd: length of the decay in steps, or, below 1, as a share of the run."""
     warmup: float = Field(0.0, ge=0)
     """Length of the warm-up in steps, or, below 1, as a share of the run."""
     clip: float = Field(1.0, ge=0)
@@ -66,7 +74,7 @@ class OptimConfig(Settings):
         """Lines to print at the start of training: the optimizer, its rate and its weight decay."""
         decay = self.weight_decay
         lines = [f"{self.name}: peak rate {self.lr:g} ({self.schedule}), weight decay {decay:g}"]
-        if decay and self.name not in ("adamw", "novograd"):
+        if decay and self.name not in ("adamw", "novograd", "muon"):
             lines.append(
                 f"optim.weight_decay={decay:g} with {self.name} is an L2 term, added to the "
                 "gradient; adamw decouples it from the gradient"
@@ -74,15 +82,25 @@ class OptimConfig(Settings):
         return lines
 
 
-def learning_rate(config: OptimConfig, before: float, after: float, warmup: float) -> float:
+def learning_rate(
+    config: OptimConfig,
+    before: float,
+    after: float,
+    warmup: float,
+    decay: float = 0.0,
+    whole: float = 1.0,
+) -> float:
     """The rate of a step. `before` and `after` are the shares of the run that are done before and
     after this step.
 
     `warmup` is a share too. The rate rises linearly, and the step that ends the warm-up has the
-    full rate.
+    full rate. With schedule=wsd all numbers are steps or samples instead of shares: the length of
+    the run is `whole`, and of the decay at its end `decay`.
     """
     if after <= warmup:
         return config.lr * after / warmup
+    if config.schedule == "wsd":
+        return config.lr * min(max((whole - before) / decay, 0.0), 1.0)
     if config.schedule == "constant":
         return config.lr
     left = (1.0 - before) / (1.0 - warmup) if warmup < 1.0 else 1.0
@@ -118,6 +136,54 @@ class NovoGrad(Optimizer):
                 state["step"] += 1
 
 
+class MuonAndAdamW(Optimizer):
+    """torch.optim.Muon for the groups with `matrices`, and torch.optim.AdamW for the others.
+
+    Muon sees the query, key and value weights as three matrices, although they are stored as one.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
+    ):
+        super().__init__(groups, {"lr": lr})
+        others = [group for group in self.param_groups if "matrices" not in group]
+        self.adamw = self.muon = None
+        if others:
+            self.adamw = torch.optim.AdamW(others, betas=betas, eps=eps, fused=True)
+            self.adamw.state = self.state
+        self.pieces: list[tuple[nn.Parameter, int, nn.Parameter]] = []
+        for group in self.param_groups[len(others) :]:
+            for name, weight in zip(group["param_names"], group["params"], strict=True):
+                parts = weight.detach().chunk(3 if ".qkv." in name else 1)
+                self.pieces += [(weight, i, nn.Parameter(part)) for i, part in enumerate(parts)]
+            pieces = [piece for *_, piece in self.pieces]
+            decay = group["weight_decay"]
+            self.muon = torch.optim.Muon(pieces, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+
+    @torch.no_grad()
+    def step_scaled(self, divisor: Tensor, drop: Tensor | None) -> None:
+        """Divide the gradient by `divisor` () and take a step. If `drop` () is above 0, nothing
+        changes; the host does not wait for it."""
+        if self.adamw is not None:
+            self.adamw.grad_scale, self.adamw.found_inf = divisor, drop  # type: ignore[attr-defined]
+            self.adamw.step()
+        if self.muon is None:
+            return
+        self.muon.param_groups[0]["lr"] = self.param_groups[-1]["lr"]
+        for weight, i, piece in self.pieces:
+            rows = slice(i * len(piece), (i + 1) * len(piece))
+            assert weight.grad is not None
+            piece.grad = weight.grad[rows] / divisor
+            self.muon.state[piece] = {BUFFER: self.state[weight][BUFFER][rows]}
+        weights = self.param_groups[-1]["params"]
+        tensors = [tensor for w in weights for tensor in (w.detach(), self.state[w][BUFFER])]
+        before = [] if drop is None else [tensor.clone() for tensor in tensors]
+        self.muon.step()
+        if drop is not None:
+            for tensor, old in zip(tensors, before, strict=True):
+                tensor.copy_(torch.where(drop > 0, old, tensor))
+
+
 KINDS: dict[str, Any] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
@@ -125,6 +191,7 @@ KINDS: dict[str, Any] = {
     "adamax": torch.optim.Adamax,
     "radam": torch.optim.RAdam,
     "novograd": NovoGrad,
+    "muon": MuonAndAdamW,
 }
 FUSED = ("adamw", "adam")  # have a fused kernel that reads `grad_scale` and `found_inf`
 
@@ -132,13 +199,22 @@ FUSED = ("adamw", "adam")  # have a fused kernel that reads `grad_scale` and `fo
 def build(model: nn.Module, config: OptimConfig) -> Optimizer:
     """The optimizer of all weights that are not frozen, with moments of zero."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    decayed = [(name, p) for name, p in named if p.ndim > 1]
+    matrices = [
+        (name, p)
+        for name, p in named
+        if config.name == "muon" and p.ndim == 2 and name.startswith(LAYERS)
+    ]
+    names = {name for name, _ in matrices}
+    decayed = [(name, p) for name, p in named if p.ndim > 1 and name not in names]
     others = [(name, p) for name, p in named if p.ndim <= 1]
     groups = [
         {"params": some, "weight_decay": decay}
         for some, decay in ((decayed, config.weight_decay), (others, 0.0))
         if some
     ]
+    if matrices:
+        decay = config.weight_decay
+        groups.append({"params": matrices, "weight_decay": decay, "matrices": True})
     fused = config.name in FUSED
     options: dict[str, Any] = {"lr": config.lr, "eps": config.eps}
     if config.name != "adagrad":
@@ -147,9 +223,11 @@ def build(model: nn.Module, config: OptimConfig) -> Optimizer:
         options["fused"] = True
     optimizer: Optimizer = KINDS[config.name](groups, **options)
     # Made here and not by the first step, which may be dropped before a checkpoint is written.
-    for _, weight in named:
-        optimizer.state[weight] = {m: torch.zeros_like(weight) for m in MOMENTS[config.name]}
-        step = torch.zeros((), device=weight.device if fused else "cpu")
+    for name, weight in named:
+        moments = (BUFFER,) if name in names else MOMENTS[config.name]
+        optimizer.state[weight] = {m: torch.zeros_like(weight) for m in moments}
+        on_device = fused or config.name == "muon"
+        step = torch.zeros((), device=weight.device if on_device else "cpu")
         optimizer.state[weight]["step"] = step
     return optimizer
 
@@ -181,8 +259,8 @@ def clip_and_step(
     """Divide the gradient by `count`, clip it to the norm `clip` (0: do not clip), and take a step.
 
     `norm` () must be the norm of the gradient after the division, before clipping.
-    If `drop` () is above 0, weights and moments do not change. Adam and AdamW read `drop` on the
-    device; with the other optimizers the host waits for it.
+    If `drop` () is above 0, weights and moments do not change. Adam, AdamW and Muon read `drop` on
+    the device; with the other optimizers the host waits for it.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -194,6 +272,8 @@ def clip_and_step(
         optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
         optimizer.found_inf = drop  # type: ignore[attr-defined]
         optimizer.step()
+    elif isinstance(optimizer, MuonAndAdamW):
+        optimizer.step_scaled(divisor.float(), drop)
     elif drop is None or not drop > 0:
         torch._foreach_div_(gradients(optimizer), divisor.float())
         optimizer.step()
@@ -207,9 +287,11 @@ def state(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         for name, weight in zip(group["param_names"], group["params"], strict=True)
     }
     first = next(iter(states.values()))
-    for moment in (key for key in first if key != "step"):
+    moments = dict.fromkeys(key for of_weight in states.values() for key in of_weight)
+    for moment in (key for key in moments if key != "step"):
         for name, of_weight in states.items():
-            yield f"{moment}.{name}", of_weight[moment]
+            if moment in of_weight:
+                yield f"{moment}.{name}", of_weight[moment]
     yield "step", first["step"]
 
 

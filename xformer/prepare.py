@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,13 @@ from xformer.config import flat
 from xformer.data import mapping
 from xformer.data.batch import Assembler, rows_of
 from xformer.data.errors import BadInput, typed
-from xformer.data.joined import open_stores
+from xformer.data.joined import Joined, open_stores
+from xformer.data.mixture import Mixture
 from xformer.data.sampler import Samples, Stream
 from xformer.data.store import Store
 from xformer.freeze import chosen, describe_frozen
 from xformer.model.config import ModelConfig
+from xformer.optim import learning_rate
 from xformer.parallel.compiled import compiles
 from xformer.parallel.feed import Feed
 from xformer.parallel.precision import fast_on, reason_for_bf16
@@ -83,6 +85,17 @@ class Setup:
         patience = self.recipe.train.patience
         return self.share(state.step, state.position) >= 1 or 0 < patience <= state.worse
 
+    def given(self, state: State) -> dict[str, dict[str, float]]:
+        """What each store of a mixture has given so far; {} without a mixture."""
+        if not isinstance(self.samples, Mixture) or not isinstance(self.store, Joined):
+            return {}
+        names = [store.name for store in self.store.stores]
+        pairs = zip(names, self.samples.stores, *state.given, strict=True)
+        return {
+            name: {"rows": rows, "tokens": tokens, "passes": round(rows / order.per_epoch, 4)}
+            for name, order, rows, tokens in pairs
+        }
+
     @property
     def task(self) -> Task:
         """The task of the run's head."""
@@ -90,14 +103,34 @@ class Setup:
         assert task is not None
         return task
 
+    def with_length_of(self, other: Recipe) -> Setup:
+        """This setup with the length and the learning rates of another recipe."""
+        train = self.recipe.train.model_copy(
+            update={"steps": other.train.steps, "epochs": other.train.epochs}
+        )
+        recipe = self.recipe.model_copy(update={"optim": other.optim, "train": train})
+        return replace(self, recipe=recipe)
+
     def feed(self, fixed: bool = False) -> Feed:
         """The training batches of this rank, step by step. If `fixed`, they have few shapes."""
         recipe, batch = self.recipe, self.recipe.batch
         end = 2**62 if recipe.train.steps else self.length(0, recipe.train.epochs)
         stream = Stream(self.samples, end, self.train.sizes, batch.rows, batch.tokens)
-        masking = recipe.masking.probability if self.task.predicts_masked else 0.0
-        seed = recipe.seed.of("masks")
-        return Feed(self.train, stream, self.ranks, batch.accumulate, seed, masking, fixed)
+        seed, masks = recipe.seed.of("masks"), recipe.masking
+        predicts = self.task.predicts_masked
+        planned = planned_samples(recipe, self.train, self.samples) if masks.final else 1
+        return Feed(
+            self.train,
+            stream,
+            self.ranks,
+            batch.accumulate,
+            seed,
+            masks.probability if predicts else 0.0,
+            fixed,
+            masks.final if predicts else None,
+            planned,
+            masks.spans,
+        )
 
     def assembler(self, split: str) -> Assembler:
         """The assembler for a split of the run's store."""
@@ -134,8 +167,8 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
             f"batch.tokens={recipe.batch.tokens} is too small for one question: "
             f"{split.together} rows of batch.max_tokens={recipe.batch.max_tokens}"
         )
-    examples = split.rows // split.together
-    samples = Samples(examples, recipe.seed.of("order"), recipe.fraction)
+    train_assembler = Assembler(split, start.tokenizer, recipe.batch.max_tokens, array)
+    samples = _samples(recipe, store, train_assembler)
     head = _head(recipe, store, samples)
     task = task_of(head)
     assert task is not None
@@ -147,7 +180,6 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
             f"{store.name}: the split 'valid' has no labels, so the run cannot be validated; "
             "make the store again with labels for this split, or without the split"
         )
-    train_assembler = Assembler(split, start.tokenizer, recipe.batch.max_tokens, array)
     before, start = start, start.with_head(head, recipe.seed.of("weights"))
     fresh, dropped = checkpoints.changed_weights(before, start)
     if array is not None or recipe.mapping == "ids":
@@ -249,6 +281,37 @@ def _with_probe(recipe: Recipe) -> Recipe:
             f"{list(recipe.train.only)}; leave one of them out"
         )
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"only": PROBED})})
+
+
+def _samples(recipe: Recipe, store: Store, train: Assembler) -> Samples:
+    """The order of the training rows. Raises BadInput if a store of a mixture has none."""
+    seed, mixture = recipe.seed.of("order"), recipe.mixture
+    if not mixture.given:
+        return Samples(train.examples, seed, recipe.fraction)
+    assert isinstance(store, Joined)
+    rows = [part.split("train").rows // train.split.together for part in store.stores]
+    weights = mixture.weights or [count ** (1 / mixture.temperature) for count in rows]
+    if not mixture.final:
+        return Mixture(rows, seed, recipe.fraction, weights)
+    ends = [np.divide(w, sum(w)) for w in (weights, mixture.final)]
+    mean = Mixture(rows, seed, recipe.fraction, np.mean(ends, 0).tolist())  # over the whole run
+    planned = planned_samples(recipe, train, mean)
+    return Mixture(rows, seed, recipe.fraction, weights, mixture.final, planned)
+
+
+def rows_per_step(recipe: Recipe, train: Assembler, samples: Samples) -> float:
+    """The number of rows in a step; an estimate if a step has `batch.tokens`."""
+    batch = recipe.batch
+    return batch.tokens / float(train.sizes(samples.some()).mean()) if batch.tokens else batch.rows
+
+
+def planned_samples(recipe: Recipe, train: Assembler, samples: Samples) -> int:
+    """The number of samples in the whole run; an estimate if it has `train.steps` steps of
+    `batch.tokens` tokens."""
+    steps, epochs = recipe.train.steps, recipe.train.epochs
+    if steps:
+        return round(steps * rows_per_step(recipe, train, samples))
+    return max(1, round(epochs * samples.per_epoch))
 
 
 def _head(recipe: Recipe, store: Store, samples: Samples) -> Head:
@@ -458,6 +521,33 @@ def training_tokens(setup: Setup) -> int:
     return int(sum(column.lengths(rows).sum() for column in texts))
 
 
+def rates(setup: Setup, length: int) -> Callable[[int, int], float]:
+    """The learning rate of a step in a run of this length (see `Setup.length`), as a function of
+    what is done before the step and after it."""
+    optim = setup.recipe.optim
+    if optim.schedule == "wsd":  # no shares, so that the length does not change the stable phase
+        warmup, decay = _lengths(setup, length)
+        return lambda before, after: learning_rate(optim, before, after, warmup, decay, length)
+    share = warmup_share(setup, length)
+    return lambda before, after: learning_rate(optim, before / length, after / length, share)
+
+
+def _lengths(setup: Setup, length: int) -> tuple[float, float]:
+    """The lengths of the warm-up and the decay, in the unit of `length`."""
+    recipe = setup.recipe
+    unit = 1 if recipe.train.steps else rows_per_step(recipe, setup.train, setup.samples)
+    values = setup.recipe.optim.warmup, setup.recipe.optim.decay
+    warmup, decay = (value * (length if value < 1 else unit) for value in values)
+    return warmup, decay
+
+
+def stable_phase(setup: Setup) -> tuple[float, float]:
+    """Where the stable phase of a run with schedule=wsd begins and ends, in steps or samples."""
+    length = setup.progress(0, 0)[1]
+    warmup, decay = _lengths(setup, length)
+    return warmup, length - decay
+
+
 def warmup_share(setup: Setup, length: int) -> float:
     """`optim.warmup` as a share of a run of this length (see `Setup.length`)."""
     warmup = setup.recipe.optim.warmup
@@ -465,23 +555,15 @@ def warmup_share(setup: Setup, length: int) -> float:
         return warmup
     if setup.recipe.train.steps:
         return warmup / length
-    return warmup * _rows_per_step(setup) / length
+    return warmup * rows_per_step(setup.recipe, setup.train, setup.samples) / length
 
 
 def planned_steps(setup: Setup) -> int:
     """The number of steps of a run, if no patience ends it. It is estimated if the recipe counts
     epochs and `batch.tokens`, because the lengths of the rows then decide."""
     settings = setup.recipe.train
-    return settings.steps or math.ceil(setup.length(0, settings.epochs) / _rows_per_step(setup))
-
-
-def _rows_per_step(setup: Setup) -> float:
-    """The number of rows per step; with `batch.tokens` an estimate from the first rows."""
-    batch = setup.recipe.batch
-    if not batch.tokens:
-        return batch.rows
-    some = np.arange(min(setup.samples.rows, 10_000))
-    return batch.tokens / float(setup.train.sizes(some).mean())
+    per_step = rows_per_step(setup.recipe, setup.train, setup.samples)
+    return settings.steps or math.ceil(setup.length(0, settings.epochs) / per_step)
 
 
 def identity_of(setup: Setup) -> dict[str, Any]:
@@ -490,6 +572,11 @@ def identity_of(setup: Setup) -> dict[str, Any]:
     config = setup.recipe.model_dump(mode="json")
     identity = {k: v for k, v in config.items() if k not in ("run", "overwrite", "system")}
     identity["data"] = setup.store.key
+    if isinstance(setup.samples, Mixture) and setup.recipe.mixture.final:
+        identity["mixture"]["samples"] = setup.samples.planned  # the order depends on it
+    if setup.recipe.masking.final is not None:
+        planned = planned_samples(setup.recipe, setup.train, setup.samples)
+        identity["masking"]["samples"] = planned
     if setup.recipe.init is not None:
         identity["init"] = checkpoints.content_key(checkpoints.resolve(setup.recipe.init))
     inputs = [registry.content(operation) for operation in setup.recipe.surgery]

@@ -14,8 +14,8 @@ from pydantic import (
 )
 
 from xformer import trajectory
-from xformer.config import Paths, Settings
-from xformer.model.config import ModelConfig
+from xformer.config import Paths, Settings, each
+from xformer.model.config import NEWER, ModelConfig
 from xformer.optim import OptimConfig
 from xformer.parallel.processes import TrainingSystem
 from xformer.surgery.operations import AnyOperation
@@ -25,6 +25,21 @@ if TYPE_CHECKING:
     TaskName = str
 else:
     TaskName = Literal[tuple(TASKS)]
+# Fields that were added after the first results. Runs of earlier versions have their defaults. They
+# enter the key of a study's run only if they differ from these, so that earlier results keep their
+# keys. Add each new field here.
+LATER = (
+    "loss",
+    "mixture",
+    "masking.final",
+    "masking.spans",
+    "optim.decay",
+    "probe",
+    "train.branch_from",
+    "train.spike",
+    "train.trouble",
+    *(f"model.{name}" for name in NEWER),
+)
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -87,16 +102,79 @@ class BatchConfig(Settings):
         return value
 
 
+class MixtureConfig(Settings):
+    """How often a training step reads each store of `data`. By default the rows of all stores are
+    joined, and an epoch reads each row once. In a mixture, a small store may be read several times
+    while a large one is read once."""
+
+    weights: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    """The share of the rows that each store gives, in the order of `data`, such as [0.7, 0.3]. The
+    weights are divided by their sum."""
+    final: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    """The weights at the end of the run. They change linearly from mixture.weights. Such a run
+    cannot be made longer. Empty: the weights stay."""
+    temperature: float = Field(0.0, ge=0)
+    """Instead of weights: each store gives rows in proportion to (its number of rows) to the power
+    1/temperature. 1 keeps the proportions of the stores, and a higher number makes them more
+    equal. 0 turns this off."""
+
+    @property
+    def given(self) -> bool:
+        """Whether the run has a mixture."""
+        return bool(self.weights or self.temperature)
+
+    @model_validator(mode="after")
+    def _one_spelling(self) -> MixtureConfig:
+        if self.weights and self.temperature:
+            raise ValueError(
+                f"mixture.weights={list(self.weights)} and mixture.temperature={self.temperature:g}"
+                " contradict each other; give one of them"
+            )
+        if self.final and not self.weights:
+            raise ValueError("mixture.final needs mixture.weights, with which the run begins")
+        for name in ("weights", "final"):
+            if getattr(self, name) and not sum(getattr(self, name)):
+                raise ValueError(f"mixture.{name}: give at least one weight above 0")
+        return self
+
+    def check(self, stores: int) -> None:
+        """Raise ValueError unless there is a weight for each of the stores."""
+        if self.given and stores < 2:
+            raise ValueError('mixture needs several stores: give data=["A", "B"]')
+        for name in ("weights", "final"):
+            if (weights := getattr(self, name)) and len(weights) != stores:
+                raise ValueError(
+                    f"mixture.{name}={list(weights)}: data names {stores} stores; give one weight "
+                    "for each"
+                )
+
+
 class MaskingConfig(Settings):
     """BERT's masking: of the tokens to predict, 80 % become the mask token, 10 % a random token,
     and 10 % stay unchanged."""
 
     probability: float = Field(0.15, gt=0, lt=1)
     """Probability that a token is chosen for prediction. Special tokens are never chosen."""
+    final: float | None = Field(None, gt=0, lt=1)
+    """The probability at the end of the run. It changes linearly from masking.probability, which
+    validation always uses. Such a run cannot be made longer. Without this key it stays."""
+    spans: bool = False
+    """true chooses spans of 1 to 10 neighbouring tokens (3.8 in the mean) instead of single tokens,
+    and replaces the tokens of a span alike (Joshi et al. 2020, SpanBERT). Validation masks single
+    tokens, so that its loss can be compared."""
     pair_weight: float = Field(0.0, ge=0)
     """Weight of the pair loss relative to the MLM loss, for stores of pairs. 0 trains no pair head.
     The papers use 1 (BERT's next sentence, ALBERT's sentence order) and 0.43 (PLUS's protein
     families)."""
+
+    @model_validator(mode="after")
+    def _pairs_have_one_weight(self) -> MaskingConfig:
+        if self.pair_weight and self.final is not None:
+            raise ValueError(
+                f"masking.final={self.final:g} cannot be combined with masking.pair_weight, which "
+                "is relative to a constant number of masked tokens; leave one of them out"
+            )
+        return self
 
 
 class LossConfig(Settings):
@@ -166,6 +244,10 @@ class TrainConfig(Settings):
     """The checkpoint that a finished run stands for: the best on validation, or the last."""
     metric: str = ""
     """The metric that "best" refers to; empty: the loss for MLM, else the store's metric."""
+    branch_from: str | None = None
+    """Begin a new run at this checkpoint of another run, RUN/checkpoints/step_N, with its weights,
+    moments and progress. The earlier steps must be those of the other run: both have
+    optim.schedule=wsd, and may differ only in their length, their decay and what they keep."""
     patience: int = Field(0, ge=0)
     """Stop after this many validations in a row that are not the best so far; 0 never stops
     early."""
@@ -223,9 +305,15 @@ class Recipe(Settings):
     """Delete the contents of the run's directory, and start from scratch."""
     model: ModelConfig = ModelConfig()
     batch: BatchConfig = BatchConfig()
+    mixture: MixtureConfig = MixtureConfig()
     masking: MaskingConfig = MaskingConfig()
     loss: LossConfig = LossConfig()
     probe: ProbeConfig = ProbeConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     system: TrainingSystem = TrainingSystem()
+
+    @model_validator(mode="after")
+    def _weights_for_stores(self) -> Recipe:
+        self.mixture.check(len(each(self.data)))
+        return self

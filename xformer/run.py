@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+
 from xformer import checkpoint as checkpoints
 from xformer import provenance
 from xformer.data.display import say
@@ -41,10 +43,9 @@ from xformer.data.files import (
     write_json,
     write_text,
 )
-from xformer.model.config import NEWER, ModelConfig
 from xformer.parallel.feed import Step
 from xformer.predictions import FOLDER
-from xformer.recipe import LossConfig, ProbeConfig
+from xformer.recipe import LATER, Recipe
 
 # keys that may change when a run is continued
 FREE = {
@@ -78,6 +79,7 @@ class State:
     worse: int = 0  # number of validations since the best one
     seconds: float = 0.0
     real_tokens: int = 0
+    given: list[list[int]] = field(default_factory=list)  # rows and tokens of each store, (2, K)
     dropped: int = 0  # updates that were dropped because of numerical trouble
     in_a_row: int = 0  # consecutive updates dropped up to now
     statistics: list[float] = field(default_factory=list)  # `Guard.seen`
@@ -87,6 +89,8 @@ class State:
         """Count a step."""
         self.step, self.position = self.step + 1, step.end
         self.real_tokens += step.work.tokens
+        if step.given is not None:
+            self.given = (step.given + np.array(self.given or 0)).tolist()
         for name in ("tokens", "squares", "rows"):
             self.since_log[name] += getattr(step.work, name)
 
@@ -319,8 +323,8 @@ def is_run(config: Path) -> bool:
 
 
 def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    differences = _differences(completed(old.get("identity", {})), new["identity"])
-    changed = {name: pair for name, pair in differences.items() if name not in FREE}
+    pairs = differences(completed(old.get("identity", {})), new["identity"])
+    changed = {name: pair for name, pair in pairs.items() if name not in FREE}
     refused = [
         _change(name, before, now)
         for name, (before, now) in changed.items()
@@ -339,11 +343,14 @@ def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any])
 
 
 def completed(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run. What its version did not have is added with defaults."""
-    model = ModelConfig().model_dump(mode="json", include=set(NEWER)) | config.get("model", {})
-    later = {"loss": LossConfig(), "probe": ProbeConfig()}
-    groups = {name: group.model_dump(mode="json") for name, group in later.items()}
-    return {**groups, **config, "model": model}
+    """The settings of a run. Those that its version did not have are added with defaults."""
+    defaults = Recipe(data="-", run="-", head="mlm").model_dump(mode="json")
+    for name in LATER:
+        group, _, key = name.partition(".")
+        new = {key: defaults[group][key]} if key else defaults[group]
+        if isinstance(own := config.get(group, {}), dict):  # it may be damaged
+            config = {**config, group: {**new, **own}}
+    return config
 
 
 def _change(name: str, before: Any, now: Any) -> str:
@@ -361,13 +368,13 @@ def _longer(name: str, old: Any, new: Any) -> bool:
     return bool(old) and all(isinstance(v, int | float) for v in (old, new)) and new >= old
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """The settings that differ: {dotted key: (old value, new value)}."""
-    differences: dict[str, Any] = {}
+    pairs: dict[str, Any] = {}
     for name in [*old, *(n for n in new if n not in old)]:
         before, now = old.get(name), new.get(name)
         if isinstance(before, dict) and isinstance(now, dict):
-            differences |= _differences(before, now, f"{prefix}{name}.")
+            pairs |= differences(before, now, f"{prefix}{name}.")
         elif before != now:
-            differences[f"{prefix}{name}"] = (before, now)
-    return differences
+            pairs[f"{prefix}{name}"] = (before, now)
+    return pairs

@@ -24,9 +24,8 @@ from xformer.data.display import say_at_once
 from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.files import sync
 from xformer.monitor import Monitor, peak_memory
-from xformer.optim import learning_rate
 from xformer.parallel.feed import Step
-from xformer.prepare import Setup, planned_steps, training_tokens, warmup_share
+from xformer.prepare import Setup, planned_steps, rates, training_tokens
 from xformer.profile import Profiler
 from xformer.run import SINCE_LOG, Run, State
 from xformer.scoring import Scores, longest_remedy
@@ -69,7 +68,7 @@ class Session:
         self.snapshot = Snapshot(model, optimizer, setup.ranks)
         self.clock, self.stop_flag = Clock(state), StopFlag(setup.ranks.device)
         settings = setup.recipe.train
-        self.warmup = warmup_share(setup, setup.length(settings.steps, settings.epochs))
+        self.rates = rates(setup, setup.length(settings.steps, settings.epochs))
         self.stepped = threading.Event()  # the first step is done, and the store's check may begin
         # scores on 'valid' by step: of the step that would be selected now, if it was validated
         self.validated: dict[int, Scores] = {}
@@ -115,9 +114,9 @@ class Session:
     def rate(self, step: Step) -> float:
         """The learning rate of the next step."""
         setup, state = self.setup, self.state
-        before = setup.share(state.step, state.position)
-        after = setup.share(state.step + 1, step.end)
-        return learning_rate(setup.recipe.optim, before, after, self.warmup)
+        before, _ = setup.progress(state.step, state.position)
+        after, _ = setup.progress(state.step + 1, step.end)
+        return self.rates(before, after)
 
     def advance(self, step: Step, told: Tensor) -> Due:
         """Count a step, and return what to do after it. `told` () is above 0 if any rank was told
@@ -173,7 +172,11 @@ class Session:
         }
         if (share := _utilisation(setup, since, count)) is not None:
             values["mfu"] = share
+        if given := setup.given(state):
+            values["stores"] = given
         self.monitor.event("train", state.step, **values)
+        if given and self.done:
+            self.monitor.say(*_shares(given))
         sums.zero_()
         state.since_log = dict.fromkeys(SINCE_LOG, 0.0)
 
@@ -253,6 +256,16 @@ def _utilisation(setup: Setup, since: dict[str, float], predicted: float) -> flo
     return cost.utilisation(flops, since["seconds"], peak, setup.ranks.world_size)
 
 
+def _shares(given: dict[str, dict[str, float]]) -> list[str]:
+    """A line for each store of a mixture: what it gave to the run."""
+    total = sum(store["rows"] for store in given.values())
+    return [
+        f"{name} gave {store['rows']:,} rows ({100 * store['rows'] / total:.3g} %), "
+        f"{store['tokens']:,} tokens, {store['passes']:.3g} passes"
+        for name, store in given.items()
+    ]
+
+
 def sync_log(run: Run) -> None:
     """Flush the log and TensorBoard's files to the disk. Called before a checkpoint is written, so
     that the log of a run resumed from it is complete up to that step."""
@@ -299,14 +312,12 @@ def announce_changes(
     name = "steps" if now.steps else "epochs"
     if before[name] == getattr(now, name):
         return
-    done, rates = setup.progress(state.step, state.position)[0], []
-    for steps, epochs in ((before["steps"], before["epochs"]), (now.steps, now.epochs)):
-        length = setup.length(steps, epochs)
-        warmup = warmup_share(setup, length)
-        rates.append(learning_rate(setup.recipe.optim, done / length, done / length, warmup))
+    done, _ = setup.progress(state.step, state.position)
+    lengths = setup.length(before["steps"], before["epochs"]), setup.length(now.steps, now.epochs)
+    old, new = (rates(setup, length)(done, done) for length in lengths)
     monitor.say(
         f"train.{name} was {before[name]} and is now {getattr(now, name)}: the schedule now spans "
-        f"the longer run, so the learning rate changes from {rates[0]:.3g} to {rates[1]:.3g}"
+        f"the longer run, so the learning rate changes from {old:.3g} to {new:.3g}"
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from xformer import checkpoint as checkpoints
 from xformer import optim
+from xformer.branch import check_branch, start_branch
 from xformer.config import flat, load, parse_overrides
 from xformer.data import mapping
 from xformer.data.batch import Batch
@@ -73,6 +74,7 @@ def train(
     # open everything that the recipe names, and find out how far the run got
     ranks = ranks or processes.start(recipe.system)
     setup = prepare(recipe, ranks, overrides)
+    ranks.on_rank_zero(lambda: check_branch(setup))
     compiling = compiles(recipe.system, ranks, setup.start.config)
     run, config = open_run(setup)
     recipe = setup.recipe  # with the values that the run uses
@@ -81,7 +83,8 @@ def train(
         _leave(setup, run)
         return
     newest = ranks.on_rank_zero(lambda: str(run.newest() or "")) or None
-    state = State(**read_json(Path(newest) / "state.json")) if newest else State()
+    begun = newest or recipe.train.branch_from
+    state = State(**read_json(Path(begun) / "state.json")) if begun else State()
     state.since_log = dict.fromkeys(SINCE_LOG, 0.0) | state.since_log
     if setup.done(state) and ranks.on_rank_zero(lambda: is_finished(run.path)):
         _leave(setup, run)
@@ -89,7 +92,7 @@ def train(
     ranks.on_rank_zero(lambda: setup.trajectory.check_room(run.path, state.step))
     ranks.on_rank_zero(lambda: run.begin(config, state.step))
 
-    model, optimizer = _model_and_optimizer(setup, newest)
+    model, optimizer = _model_and_optimizer(setup, begun)
 
     # log, data, and the loop
     logged_until = state.step if newest else -1
@@ -101,6 +104,8 @@ def train(
             monitor.say(f"continuing {run.path} from step {state.step}")
             announce_changes(setup, run, state, config, monitor)
         else:
+            if begun:
+                start_branch(state, begun, monitor)
             announce(setup, model, monitor)
         slow = speed_note(ranks.device, recipe.system.precision, recipe.system.tf32)
         notes = (damage, setup.precision, slow, native.note(ranks.device))
@@ -122,16 +127,16 @@ def train(
             _finish(setup, run, model, state, monitor, session.validated)
 
 
-def _model_and_optimizer(setup: Setup, newest: str | None) -> tuple[Model, torch.optim.Optimizer]:
-    """The model on the device of this rank, ready to train, and its optimizer: those of the newest
+def _model_and_optimizer(setup: Setup, begun: str | None) -> tuple[Model, torch.optim.Optimizer]:
+    """The model on the device of this rank, ready to train, and its optimizer: those of a
     checkpoint, or those with which a new run starts."""
-    start = checkpoints.load(newest, verified=True) if newest else setup.start
+    start = checkpoints.load(begun, verified=True) if begun else setup.start
     model = start.model()
     freeze(model, chosen(start, setup.recipe.train.only))
     model = model.to(setup.ranks.device).train()
     optimizer = optim.build(model, setup.recipe.optim)
-    if newest:
-        moments = checkpoints.load_tensors(Path(newest) / "optimizer.safetensors")
+    if begun:
+        moments = checkpoints.load_tensors(Path(begun) / "optimizer.safetensors")
         optim.load_state(optimizer, moments)
     return model, optimizer
 
@@ -285,6 +290,8 @@ def _finish(
             "seconds": round(state.seconds, 3),
             "real_tokens_per_second": state.real_tokens / max(state.seconds, 1e-9),
         }
+        if given := setup.given(state):
+            result["stores"] = given
         sync_log(run)
         run.finish(result)
         if not setup.recipe.train.keep_state:

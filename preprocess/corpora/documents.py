@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 from xformer.data.errors import BadInput
@@ -79,6 +80,68 @@ def read_documents(
             texts = (sequence for _, _, sequence in read_fasta(path, options.bad, advance))
         for text in texts:
             yield from whole_document(text, options)
+
+
+def files_of_part(paths: Sequence[Path], part: tuple[int, int]) -> list[tuple[Path, int, int]]:
+    """The files in which documents of a part may begin. Each comes with the number of bytes of all
+    files before it, and with this number after it."""
+    number, parts = part
+    begins = [0, *accumulate(path.stat().st_size for path in paths)]
+    return [
+        (path, begin, end)
+        for path, begin, end in zip(paths, begins, begins[1:], strict=False)
+        if _part_at(begin, begins[-1], parts) <= number <= _part_at(end, begins[-1], parts)
+    ]
+
+
+def _part_at(place: int, total: int, parts: int) -> int:
+    return max(1, -(-place * parts // total))
+
+
+def read_part(
+    paths: Sequence[Path],
+    part: tuple[int, int],
+    options: TextOptions,
+    advance: Callable[[int], None],
+) -> Segments:
+    """Yield, like `read_documents`, the documents of one part of the files. The documents of all
+    parts, one part after the other, are those of the files in the same order.
+
+    The bytes of all files are divided evenly, and a document belongs to the part in which it
+    begins. Its place is the number of bytes that were read when it appeared. Files are read about a
+    megabyte at a time, so the parts are only that exact. A part reads the files that it shares with
+    its neighbours from their beginning, but yields only its own documents.
+    """
+    total = sum(path.stat().st_size for path in paths)
+    for path, begin, end in files_of_part(paths, part):
+        yield from _part_of_file(path, begin, end, total, part, options, advance)
+
+
+def _part_of_file(
+    path: Path,
+    place: int,
+    end: int,
+    total: int,
+    part: tuple[int, int],
+    options: TextOptions,
+    advance: Callable[[int], None],
+) -> Segments:
+    def count(size: int) -> None:
+        nonlocal place
+        place = min(place + size, end)
+        advance(size)
+
+    number, parts = part
+    mine, begins = False, True
+    for text, ends in read_documents([path], options, count):
+        if begins:
+            at = _part_at(place, total, parts)
+            if at > number:
+                return
+            mine = at == number
+        if mine:
+            yield text, ends
+        begins = ends
 
 
 def _column(path: Path, name: str, bad: BadRows, advance: Callable[[int], None]) -> Iterator[str]:

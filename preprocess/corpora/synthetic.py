@@ -43,7 +43,8 @@ from xformer.data import vocabularies
 from xformer.data.arguments import whole_number
 from xformer.data.display import Progress
 from xformer.data.errors import BadInput, Failure
-from xformer.data.store import Store, open_store
+from xformer.data.joined import open_stores
+from xformer.data.store import Store
 from xformer.data.writing import SplitWriter, create_store
 
 from ..arguments import (
@@ -481,7 +482,7 @@ def _add_distribution(parser: argparse.ArgumentParser, name: str) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Generate an artificial corpus."""
     check_output_directory(arguments.output, arguments.overwrite, "store.json")
-    frequencies = open_store(arguments.frequencies) if arguments.frequencies else None
+    frequencies = open_stores(arguments.frequencies) if arguments.frequencies else None
     corpus = Corpus(
         arguments.generator,
         arguments.tokens,

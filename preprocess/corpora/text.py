@@ -6,6 +6,7 @@ import argparse
 import os
 import time
 from collections.abc import Iterable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from ..arguments import (
     add_tokenizer,
     check_output_directory,
     command_origin,
+    part_number,
     say_written,
 )
 from ..bad import BadRows
 from ..binarize import BATCH, RowCutter, sources
 from ..workers import EncodingPool, TextBatch
 from . import inputs
-from .documents import Segments, TextOptions, read_documents
+from .documents import Segments, TextOptions, files_of_part, read_documents, read_part
 
 LONGEST = 510  # tokens of BERT's longest row, without its two special tokens
 
@@ -72,16 +74,28 @@ def write_text_split(
     pool: EncodingPool,
     options: TextOptions,
     max_tokens: int,
+    part: tuple[int, int] | None = None,
 ) -> None:
-    """Encode the files' documents into rows of at most `max_tokens` ids, and count their words."""
+    """Encode the files' documents, or those of a `part`, into rows of at most `max_tokens` ids, and
+    count their words."""
     cutter, cut_words, words = RowCutter(split, max_tokens), CutWords(), 0
-    total = sum(path.stat().st_size for path in paths)
+    files = paths if part is None else [path for path, *_ in files_of_part(paths, part)]
+    total = sum(path.stat().st_size for path in files)
     with Progress(f"encoding {split.directory.name}", total, "B") as bar:
-        segments = cut_words.watch(read_documents(paths, options, bar.advance))
+        if part is None:
+            read = read_documents(paths, options, bar.advance)
+        else:
+            read = read_part(paths, part, options, bar.advance)
+        segments = cut_words.watch(read)
         for ids, lengths, ends, batch_words in pool.encode(segment_batches(segments)):
             cutter.add(ids, lengths, ends)
             words += batch_words
     split.words = words - cut_words.count
+    if split.writers["tokens"].length == 0 and part is not None:
+        raise BadInput(
+            f"--part {part[0]}/{part[1]}: no document begins in this part; files are divided about "
+            "every megabyte, so give fewer parts"
+        )
     if split.writers["tokens"].length == 0:
         raise BadInput(
             f"{inputs.first_names(paths)}: no text found, so {split.directory.name} would "
@@ -99,25 +113,45 @@ def write_text_store(
     overwrite: bool = False,
     workers: int = 1,
     documents: bool = False,
+    part: tuple[int, int] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Write a store with one split for each entry of `splits` (name -> files).
 
     `workers` processes encode. `documents` adds a column `group` with the number of each row's
-    document. Returns the number of rows and tokens of each split. Raises BadInput for input that
-    cannot be read, for a split without text, and for an output that exists without `overwrite`.
-    Raises Failure if a process dies.
+    document. With a `part`, the split train has only the documents of this part, and the other
+    splits are written with part 1. Returns the number of rows and tokens of each split. Raises
+    BadInput for input that cannot be read, for a split without text, and for an output that exists
+    without `overwrite`. Raises Failure if a process dies.
     """
     columns = {"tokens": ""} | ({"group": "int32"} if documents else {})
     with create_store(output, tokenizer, columns, overwrite=overwrite) as store:
         tokenizer.save(store.directory)  # the workers load it from here
         with EncodingPool(tokenizer, store.directory, workers) as pool:
             for name, paths in splits.items():
-                with store.split(name) as split:
-                    write_text_split(split, paths, pool, options, max_tokens)
+                if name == "train" or part is None or part[0] == 1:
+                    with store.split(name) as split:
+                        own = part if name == "train" else None
+                        write_text_split(split, paths, pool, options, max_tokens, own)
         files = [path for paths in splits.values() for path in paths]
+        if part is not None:
+            made_with = [max_tokens, documents, tokenizer.fingerprint]
+            origin = {**origin, "part": _record(part, splits["train"], options, made_with)}
+            held_out = files[len(splits["train"]) :] if part[0] == 1 else []
+            files = [*(path for path, *_ in files_of_part(splits["train"], part)), *held_out]
         origin = {**origin, "sources": sources(files), "max_tokens": max_tokens}
         store.finish("text", [], None, {**origin, **options.bad.as_origin()})
         return store.splits
+
+
+def _record(
+    part: tuple[int, int], paths: list[Path], options: TextOptions, made_with: list[Any]
+) -> dict[str, Any]:
+    """What a store's origin says of a part. Parts of one store have equal `input`."""
+    files = [[path.name, path.stat().st_size] for path in paths]
+    skip = options.skip and options.skip.pattern
+    how = [options.by_line, skip, options.format, options.json_field, options.bad.skip]
+    digest = sha256(repr([part[1], files, how, made_with]).encode()).hexdigest()
+    return {"number": part[0], "of": part[1], "input": digest}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,6 +166,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="The number of processes that encode, while the main process reads and writes. With "
         "1, or if there are only a few megabytes, the main process does everything. The ids are "
         "the same for every N (default: all cores).",
+    )
+    parser.add_argument(
+        "--part",
+        type=part_number,
+        metavar="PART/PARTS",
+        help="Write only this part of the store, such as 3/16, so that many jobs can share the "
+        "work. The documents of the split train are divided in their order, about every megabyte "
+        "of the input. The other splits are written with part 1. `join` makes one store of all "
+        "parts, with the same rows in the same order (default: write the whole store).",
     )
     add_output(parser, "STORE")
 
@@ -232,7 +275,8 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.overwrite,
         workers,
         arguments.documents,
+        arguments.part,
     )
     bad.report()
-    size = sum(path.stat().st_size for path in files)
+    size = sum(path.stat().st_size for path in files) if arguments.part is None else 0
     say_written(arguments.output, written, started, size)

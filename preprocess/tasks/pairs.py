@@ -24,7 +24,8 @@ import numpy as np
 from xformer.data.arguments import whole_number
 from xformer.data.display import Progress
 from xformer.data.errors import BadInput
-from xformer.data.store import Ragged, open_store
+from xformer.data.joined import open_stores
+from xformer.data.store import Ragged
 from xformer.data.writing import SplitWriter, create_store
 
 from ..arguments import add_output, check_output_directory, command_origin, say_written
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Draw the pairs of every split of a store, and write them."""
     check_output_directory(arguments.output, arguments.overwrite, "store.json")
-    source, kind = open_store(arguments.store), arguments.kind
+    source, kind = open_stores(arguments.store), arguments.kind
     needed = NEEDS[kind]
     for name in source.splits:
         if needed not in source.split(name).columns or (

@@ -19,7 +19,8 @@ from xformer.data.display import Progress, say
 from xformer.data.english import english_pieces
 from xformer.data.errors import BadInput
 from xformer.data.files import write_json
-from xformer.data.store import Ragged, Store, open_store
+from xformer.data.joined import open_stores
+from xformer.data.store import Ragged, Store
 from xformer.data.tokenizers import Tokenizer
 
 from ..arguments import add_json, check_file
@@ -167,7 +168,7 @@ def add_contexts_arguments(parser: argparse.ArgumentParser) -> None:
 def run_contexts(arguments: argparse.Namespace) -> None:
     """Print the share of a store's contexts that are English-like, and write it with --json."""
     check_file(arguments.json)
-    shares = describe_contexts(open_store(arguments.store))
+    shares = describe_contexts(open_stores(arguments.store))
     what = f"contexts of {WINDOW} pieces with more than {THRESHOLD} English-like ones"
     say(f"{shares['store']}: {what}")
     for name, split in shares["splits"].items():

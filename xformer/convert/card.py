@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,8 +136,8 @@ def _training(training: Training, checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _sources(store: Store | None) -> list[dict[str, str]]:
     """The files that a store was made from, if they are known."""
-    parts: Iterable[Store | None] = getattr(store, "stores", [store])
-    origins = [part.meta.get("origin", {}).get("sources") for part in parts if part is not None]
+    parts = [] if store is None else store.parts
+    origins = [part.meta.get("origin", {}).get("sources") for part in parts]
     return [source for origin in origins if isinstance(origin, list) for source in origin]
 
 

@@ -82,11 +82,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Masks:
-    """Settings for BERT's masking. The seed and the examples' `epochs` (E,) select the tokens."""
+    """Settings for BERT's masking. The seed and the examples' `epochs` (E,) select the tokens, or
+    spans of tokens."""
 
     seed: int
     probability: float
     epochs: np.ndarray
+    spans: bool = False
 
 
 @lru_cache(2)
@@ -322,7 +324,7 @@ class Assembler:
         """The batch with its tokens masked, in place; `epochs` (N,)."""
         keys = masking.row_keys(masks.seed, epochs, batch.rows)
         sizes, mask_id = np.diff(batch.cu_seqlens), self.tokenizer.special["mask"]
-        places, targets = masking.mask(
+        places, targets = (masking.mask_spans if masks.spans else masking.mask)(
             batch.tokens,
             batch.positions,
             keys,

@@ -1,4 +1,5 @@
-"""Several stores read as one: the rows of the first, then those of the second, and so on.
+"""Several stores read as one: the rows of the first, then those of the second, and so on. They are
+given as a list, or `preprocess.py join` has written their paths into a store of its own.
 
 Columns of ids and other ragged columns stay memory-mapped. Offsets and columns with one value for
 each row are joined in memory.
@@ -6,6 +7,7 @@ each row are joined in memory.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import reduce
 from hashlib import sha256
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from xformer.data.errors import BadInput
-from xformer.data.store import Ragged, Split, Store, open_store
+from xformer.data.store import JoinsOthers, Ragged, Split, Store, open_store
 
 
 class Parts:
@@ -57,21 +59,28 @@ class Parts:
 
 
 class Joined(Store):
-    """Stores of one kind, read as one. `path` is that of the first store; `name` lists them all."""
+    """Stores of one kind, read as one. By default `path` is that of the first store, and `name`
+    lists them all."""
 
-    def __init__(self, stores: Sequence[Store]):
+    def __init__(self, stores: Sequence[Store], path: Path | None = None):
         first, self.stores = stores[0], stores
-        self.path, self.name = first.path, " and ".join(store.name for store in stores)
+        self.path = path or first.path
+        self.name = str(path or " and ".join(store.name for store in stores))
         self.kind, self.labels, self.metric = first.kind, first.labels, first.metric
         self.choices = first.choices
         self.fingerprint, self.vocab_size = first.fingerprint, first.vocab_size
-        self.meta = {"origin": first.meta["origin"]}  # raw input is parsed as for the first store
+        # raw input is parsed as for the first store
+        self.meta = {name: first.meta[name] for name in ("origin", "columns")}
         self.key = sha256("\n".join(store.key for store in stores).encode()).hexdigest()
         names = dict.fromkeys(name for store in stores for name in store.splits)
         self._splits = {
             name: reduce(_join, [store.split(name) for store in stores if name in store.splits])
             for name in names
         }
+
+    @property
+    def parts(self) -> list[Store]:
+        return [part for store in self.stores for part in store.parts]
 
     def damage(self) -> str:
         return next(filter(None, (store.damage() for store in self.stores)), "")
@@ -84,18 +93,38 @@ def open_stores(paths: str | Path | Sequence[str | Path]) -> Store:
     labels, metric, number of endings, tokenizer or columns.
     """
     if isinstance(paths, str | Path):
-        return open_store(paths)
-    stores = [open_store(path) for path in paths]
-    if len(stores) == 1:
-        return stores[0]
-    for i, store in enumerate(stores):
-        for other in stores[:i]:
-            if store.key == other.key:
-                raise BadInput(
-                    f"{other.name} and {store.name} hold the same rows; give one of them"
-                )
+        return _open(Path(paths))
+    stores = [_open(Path(path)) for path in paths]
+    return stores[0] if len(stores) == 1 else _joined(stores)
+
+
+def _open(path: Path) -> Store:
+    """Open a store, or the stores that `preprocess.py join` joined in it."""
+    try:
+        return open_store(path)
+    except JoinsOthers as joined:
+        listed = joined.meta["parts"]
+    stores = []
+    for part in listed:
+        place = Path(os.path.normpath(path / part["path"]))
+        if not (place / "store.json").is_file():
+            raise BadInput(f"{path} joins {place}, which is not there: move it back, or join again")
+        stores.append(open_store(place))
+        if stores[-1].key != part["key"]:
+            raise BadInput(f"{place} has changed since {path} joined it: restore it, or join again")
+    return _joined(stores, path)
+
+
+def _joined(stores: Sequence[Store], path: Path | None = None) -> Joined:
+    """Stores read as one. Raises BadInput if two hold the same rows, or if they differ in kind."""
+    parts = [part for store in stores for part in store.parts]
+    for i, part in enumerate(parts):
+        for other in parts[:i]:
+            if part.key == other.key:
+                raise BadInput(f"{other.name} and {part.name} hold the same rows; give one of them")
+    for store in stores[1:]:
         _refuse_unlike(stores[0], store)
-    return Joined(stores)
+    return Joined(stores, path)
 
 
 def _refuse_unlike(first: Store, other: Store) -> None:
@@ -134,11 +163,14 @@ def _join(a: Split, b: Split) -> Split:
     return Split(a.name, a.rows + b.rows, a.tokens + b.tokens, columns, words, a.together)
 
 
+def _arrays(values: np.ndarray | Parts) -> Sequence[np.ndarray]:
+    return values.arrays if isinstance(values, Parts) else [values]
+
+
 def _column(name: str, a: dict[str, Any], b: dict[str, Any]) -> Any:
     first, second = a[name], b[name]
     if isinstance(first, Ragged):
-        old = first.values.arrays if isinstance(first.values, Parts) else [first.values]
-        values: Any = Parts([*old, second.values])
+        values: Any = Parts([*_arrays(first.values), *_arrays(second.values)])
         dtype = np.int32 if len(values) < 2**31 else np.int64
         moved = second.offsets[1:].astype(np.int64) + len(first.values)
         return Ragged(values, np.concatenate([first.offsets, moved]).astype(dtype))

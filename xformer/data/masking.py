@@ -1,15 +1,22 @@
-"""BERT's masking (Devlin et al. 2019, section 3.1) as a function of (seed, epoch, row, position).
+"""BERT's masking (Devlin et al. 2019, section 3.1) as a function of (seed, epoch, row, position),
+of single tokens or of spans (Joshi et al. 2020, section 3.1).
 
 T tokens in the batch, N rows, M chosen tokens, V vocabulary, K ordinary pieces.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from xformer.data.hashing import GOLDEN, key, mix
 
 MASK = 3  # distinguishes these keys from those of xformer.data.sampler
+LONGEST, STOP = (
+    10,
+    0.2,
+)  # SpanBERT: a span has at most 10 tokens, and ends after each with this chance
 
 
 def mask(
@@ -44,6 +51,70 @@ def mask(
     which = (draws[random] - masked) * np.uint64(len(ordinary)) // np.uint64(replaced - masked)
     tokens[places[random]] = ordinary.take(which.view(np.int64))
     return places, targets.astype(np.int64)
+
+
+def mask_spans(
+    tokens: np.ndarray,
+    positions: np.ndarray,
+    row_keys: np.ndarray,
+    lengths: np.ndarray,
+    special: np.ndarray,
+    mask_id: int,
+    ordinary: np.ndarray,
+    probability: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Like `mask`, but choose spans: of 1 to LONGEST tokens, shorter ones more often, 3.8 in the
+    mean. A span begins at each token, or before the row, with such a chance that a token is chosen
+    with `probability`. Spans that touch or overlap count as one. All tokens of a span become the
+    mask (80 %), or each becomes a random token (10 %), or all stay unchanged (10 %)."""
+    ends = np.cumsum(lengths)
+    first = ends - lengths  # (N,)
+    ahead = np.arange(1, LONGEST, dtype=np.int32)  # a span may begin this many tokens before a row
+    before = _draws(np.tile(-ahead, len(lengths)), row_keys, np.full(len(lengths), len(ahead)))
+    reach = _spans(before, probability).reshape(len(lengths), -1) - ahead  # (N, LONGEST - 1)
+    spans = _spans(_draws(positions, row_keys, lengths), probability)  # (T,), 0 where none begins
+    begins = np.flatnonzero(spans)
+    change = np.zeros(len(tokens) + 1, np.int32)  # how many more spans cover a token than the last
+    change[begins] += 1
+    last = np.repeat(ends, lengths)[begins]
+    np.subtract.at(change, np.minimum(begins + spans[begins], last), 1)
+    some = np.flatnonzero(lengths)  # rows may be empty
+    np.add.at(change, first[some], 1)
+    cut = np.clip(reach.max(1, initial=0), 0, lengths)
+    np.subtract.at(change, (first + cut)[some], 1)
+    places = np.flatnonzero((np.cumsum(change[:-1]) > 0) & ~special.take(tokens))  # (M,)
+    targets = tokens.take(places)
+
+    # the fate of a span is that of its first token
+    fates = _draws(positions, mix(row_keys ^ GOLDEN), lengths).take(places)
+    starts = np.ones(len(places), bool)
+    starts[1:] = (np.diff(places) > 1) | (positions.take(places[1:]) == 0)
+    fate = fates[np.maximum.accumulate(np.where(starts, np.arange(len(places)), 0))]
+    below = [np.uint32(round(share * (2**32 - 1))) for share in (0.8, 0.9)]
+    tokens[places[fate < below[0]]] = mask_id
+    random = np.flatnonzero((fate >= below[0]) & (fate < below[1]))
+    # mixed again, because the fates of first tokens lie between the limits
+    which = (fates[random] * np.uint32(GOLDEN >> 32)).astype(np.uint64) * len(ordinary) >> 32
+    tokens[places[random]] = ordinary.take(which.astype(np.int64))
+    return places, targets.astype(np.int64)
+
+
+def _spans(draws: np.ndarray, probability: float) -> np.ndarray:
+    """The length of the span that begins at each token, int32; 0 if none begins."""
+    limits = _limits(probability)  # the draws below limits[k] begin a span of more than k tokens
+    return (LONGEST - np.searchsorted(limits[::-1], draws, "right")).astype(np.int32)
+
+
+@lru_cache(2)
+def _limits(probability: float) -> np.ndarray:
+    longer = (1 - STOP) ** np.arange(LONGEST)  # the chance that a span has more than k tokens
+    longer = (longer - (1 - STOP) ** LONGEST) / (1 - (1 - STOP) ** LONGEST)
+    low, high = 0.0, 1.0
+    for _ in range(60):  # bisection for the chance that a span begins at a token
+        chance = (low + high) / 2
+        chosen = 1 - np.prod(1 - chance * longer)
+        low, high = (chance, high) if chosen < probability else (low, chance)
+    return (low * longer * 2**32).astype(np.uint32)
 
 
 def _draws(positions: np.ndarray, row_keys: np.ndarray, lengths: np.ndarray) -> np.ndarray:

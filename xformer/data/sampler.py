@@ -47,7 +47,7 @@ def permute(positions: np.ndarray, n: int, permutation_key: np.uint64) -> np.nda
     return result.view(np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Samples:
     """The endless sequence of samples over `rows` examples, or over a random `fraction` of them.
 
@@ -62,6 +62,14 @@ class Samples:
     def per_epoch(self) -> int:
         """Samples in an epoch."""
         return max(1, round(self.rows * self.fraction))
+
+    def some(self) -> np.ndarray:
+        """Some example numbers, from which the mean length of a sample is estimated."""
+        return np.arange(min(self.rows, 10_000))
+
+    def given(self, examples: np.ndarray, sizes: np.ndarray) -> np.ndarray | None:
+        """None: only a mixture counts what each store gives."""
+        return None
 
     def at(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The example numbers and epochs, int64, of samples given by number, counted from 0."""

@@ -43,7 +43,7 @@ from xformer.data.files import (
     what_is,
 )
 
-FORMAT = 1
+FORMAT, JOINED = 1, 2  # JOINED: the store consists of others (see xformer.data.joined)
 MAX_PIECES = 2**24  # largest size of a vocabulary
 TEXTS = ("tokens", "tokens_b")  # the columns of ids
 UNLABELLED, UNSEEN = -1, -2  # label of a row without a class; with a class unseen in training
@@ -122,6 +122,11 @@ class Store:
         self._splits = {name: self._open(name) for name in meta["splits"]}
         if other := sorted(dict(_files(meta)).keys() ^ self._files.keys()):
             raise ValueError(f"{other[0]} does not belong to any column")
+
+    @property
+    def parts(self) -> list[Store]:
+        """The stores that this one consists of: itself."""
+        return [self]
 
     @property
     def splits(self) -> list[str]:
@@ -289,9 +294,18 @@ class Store:
         return np.asarray(load_array(path, mapped=size != HEADER))
 
 
+class JoinsOthers(BadInput):
+    """The store consists of others, which are not opened."""
+
+    def __init__(self, path: Path, meta: dict[str, Any]):
+        super().__init__(f"{path} joins other stores: open it with xformer.data.joined.open_stores")
+        self.meta = meta
+
+
 def open_store(path: str | Path) -> Store:
     """Open a store without reading its columns.
 
+    Raises JoinsOthers if the store only names others (see `xformer.data.joined.open_stores`).
     Raises BadInput if there is no store, if it has another format version, if a file has the wrong
     size or header, or if store.json or a file of the tokenizer has the wrong checksum. If the store
     is replaced while it is being opened, it is opened again.
@@ -317,6 +331,8 @@ def _open_store(path: Path) -> Store:
         raise no_store(path)
     _check_sums(path)
     meta = read_json(path / "store.json")
+    if isinstance(meta, dict) and meta.get("format") == JOINED:
+        raise JoinsOthers(path, meta)
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         door = typed("preprocess.py")
         raise BadInput(f"{path} is not a store of format {FORMAT}; make it again with {door}")

@@ -214,8 +214,7 @@ class StoreWriter:
             "origin": origin,
         }
         write_json(self.directory / "store.json", meta)
-        small = [path for path in sorted(self.directory.iterdir()) if path.is_file()]
-        write_json(self.directory / SUMS, {"sha256": {p.name: file_checksum(p) for p in small}})
+        write_sums(self.directory)
         if parts := [self.unknown[name] for name in self.splits if self.unknown[name]]:
             piece = self.tokenizer.pieces[self.tokenizer.special["unk"]]
             say(
@@ -224,6 +223,12 @@ class StoreWriter:
                 "was trained on such input (for DNA and proteins: one of --kind symbols)",
                 error=True,
             )
+
+
+def write_sums(directory: Path) -> None:
+    """Write the checksums of store.json and the tokenizer's files. Call this last."""
+    small = [path for path in sorted(directory.iterdir()) if path.is_file()]
+    write_json(directory / SUMS, {"sha256": {p.name: file_checksum(p) for p in small}})
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -34,11 +34,13 @@ Made = TypeVar("Made")
 @dataclass(frozen=True)
 class Step:
     """One step: `batches` are this rank's micro-batches (none if it has no rows), `work` is the
-    workload of the step on all ranks, and `end` is the number of the sample after it."""
+    workload of the step on all ranks, and `end` is the number of the sample after it. In a mixture,
+    `given` (2, K) has the rows and the tokens that each store gives."""
 
     end: int
     batches: list[Batch[np.ndarray]]
     work: Workload
+    given: np.ndarray | None = None
 
 
 def one_thread(device: torch.device) -> ThreadPoolExecutor:
@@ -67,8 +69,9 @@ class Feed:
     """Cuts the samples of a stream into steps, and each step into micro-batches.
 
     Every rank gets `accumulate` micro-batches a step, with about equally many tokens. `masking` is
-    the share of tokens to predict, or 0. If `fixed`, every micro-batch is filled up to one of a few
-    shapes, for compiled code.
+    the share of tokens to predict, or 0. With `final`, it changes linearly to `final` over the
+    first `planned` samples. With `spans`, spans of tokens are predicted. If `fixed`, every
+    micro-batch is filled up to one of a few shapes, for compiled code.
     """
 
     def __init__(
@@ -80,9 +83,14 @@ class Feed:
         seed: int = 0,
         masking: float = 0.0,
         fixed: bool = False,
+        final: float | None = None,
+        planned: int = 1,
+        spans: bool = False,
     ):
         self.assembler, self.stream, self.ranks = assembler, stream, ranks
-        self.accumulate, self.seed, self.masking = accumulate, seed, masking
+        self.accumulate, self.seed, self.spans = accumulate, seed, spans
+        self.masking, self.planned = masking, planned
+        self.final = masking if final is None else final
         self.made: dict[int, Step] = {}  # by position
         self.at_once = 1  # tokens made at once; at first one step, because the disk may be cold
         self.side = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
@@ -124,7 +132,8 @@ class Feed:
 
     def _make(self, position: int) -> dict[int, Step]:
         """The step at `position` and as many more as TOKENS_AHEAD tokens allow, by position."""
-        steps: list[tuple[int, int, int, Workload]] = []  # position, end, micro-batches, work
+        # position, end, micro-batches, work, what each store gives
+        steps: list[tuple[int, int, int, Workload, np.ndarray | None]] = []
         parts: list[tuple[np.ndarray, np.ndarray]] = []  # examples and epochs of a micro-batch
         made = 0
         while not steps or (made < self.at_once and position < self.stream.end):
@@ -132,7 +141,8 @@ class Feed:
             work = self._work(examples, sizes)
             bounds = self._bounds(sizes)
             mine = [(examples[i:j], epochs[i:j]) for i, j in pairwise(bounds) if i < j]
-            steps.append((position, position + len(examples), len(mine), work))
+            given = self.stream.samples.given(examples, sizes)
+            steps.append((position, position + len(examples), len(mine), work, given))
             parts += mine
             position += len(examples)
             made += work.tokens // self.ranks.world_size
@@ -140,7 +150,15 @@ class Feed:
                 break
         self.at_once = min(TOKENS_AHEAD, 4 * made)
         batches = self._batches(parts)
-        return {at: Step(end, [*islice(batches, own)], work) for at, end, own, work in steps}
+        if self.final != self.masking:  # each step has its own share of masked tokens
+            left = iter(parts)
+            batches = chain.from_iterable(
+                self._batches([*islice(left, own)], self._share(at)) for at, _, own, *_ in steps
+            )
+        return {
+            at: Step(end, [*islice(batches, own)], work, given)
+            for at, end, own, work, given in steps
+        }
 
     def _work(self, examples: np.ndarray, sizes: np.ndarray) -> Workload:
         """The workload of a step of these examples, which have `sizes` tokens."""
@@ -158,12 +176,20 @@ class Feed:
         first = self.ranks.rank * self.accumulate
         return [0, *cuts, len(sizes)][first : first + self.accumulate + 1]
 
-    def _batches(self, parts: list[tuple[np.ndarray, np.ndarray]]) -> Iterator[Batch[np.ndarray]]:
-        """A micro-batch for each part: its examples and their epochs."""
+    def _share(self, position: int) -> float:
+        """The share of tokens to predict in the step that begins at a sample."""
+        return self.masking + min(position / self.planned, 1.0) * (self.final - self.masking)
+
+    def _batches(
+        self, parts: list[tuple[np.ndarray, np.ndarray]], masking: float | None = None
+    ) -> Iterator[Batch[np.ndarray]]:
+        """A micro-batch for each part: its examples and their epochs. `masking` is the share of
+        tokens to predict, by default that at the beginning."""
         if not parts:
             return iter(())
         rows, epochs = (np.concatenate(both) for both in zip(*parts, strict=True))
-        masks = Masks(self.seed, self.masking, epochs) if self.masking else None
+        masking = self.masking if masking is None else masking
+        masks = Masks(self.seed, masking, epochs, self.spans) if masking else None
         batches = self.assembler.batches(rows, [len(rows) for rows, _ in parts], masks)
         return iter(batches if self.capacities is None else map(self.capacities.fill, batches))
 
@@ -193,12 +219,13 @@ class Feed:
 
     def _share_to_predict(self, tokens: int, rows: int) -> float:
         """The share of tokens to predict, in `rows` rows that have `tokens` tokens in total."""
-        if not self.masking:
+        masking = max(self.masking, self.final)
+        if not masking:
             # a labelled word may begin at any token
             return 1.0 if self.assembler.labels_words else 0.0
         # special tokens are never masked; a rank may have no rows at all
         special = self.assembler.extra * rows / max(1, tokens)
-        return self.masking * (1 - special)
+        return masking * (1 - special)
 
     def sample(self) -> Batch[Tensor]:
         """The first example as a micro-batch on the device, for a pass that changes nothing."""

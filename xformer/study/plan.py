@@ -28,10 +28,9 @@ from typing import Any
 from xformer.config import each_text, find_recipe, flat, merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, installed, read_json, write_json
-from xformer.model.config import NEWER
 from xformer.parallel.precision import fast_here
 from xformer.parallel.processes import TORCHRUN
-from xformer.recipe import Recipe
+from xformer.recipe import LATER, Recipe
 from xformer.run import read_config
 from xformer.study.spec import (
     PLACE,
@@ -47,10 +46,6 @@ from xformer.tasks.known import kind_of
 RESULTS = 2  # raised by hand when a change of the code changes results
 # these change no result; `validate_every` does, as it affects which checkpoint is selected
 INTERVALS = ("log_every", "checkpoint_every", "keep_last", "keep_every", "keep_state", "keep_at")
-# fields that were added to the recipe after the first results. They enter the key only if they
-# differ from their default, so that earlier results keep their keys. Add each new field here, or to
-# INTERVALS if it changes no result
-LATER = ("loss", "probe", "train.trouble", "train.spike", *(f"model.{name}" for name in NEWER))
 PLACE_BELOW = re.compile(PLACE.pattern + r"((?:/[^\s{}]*)?)")  # with the rest of its path
 UNPACKED = ".unpacked"  # marks a command's directory whose files come from the kept results
 

@@ -13,8 +13,9 @@ from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint, Distribution
 from xformer.data.english import english_pieces
 from xformer.data.errors import BadInput
+from xformer.data.joined import open_stores
 from xformer.data.mapping import UNUSED
-from xformer.data.store import TEXTS, Store, open_store
+from xformer.data.store import TEXTS, Store
 from xformer.surgery.random_values import generator_of, refuse_cnn, reinitialise
 from xformer.surgery.registry import Seed, operation
 
@@ -134,7 +135,7 @@ def substitute_unused(
     """
     table = _word_embeddings(checkpoint)
     special = list(checkpoint.tokenizer.special.values())
-    occurring = _occurring(checkpoint, open_store(store), split)
+    occurring = _occurring(checkpoint, open_stores(store), split)
     used = np.setdiff1d(occurring, special)
     unused = np.setdiff1d(np.arange(len(table)), [*used, *special])
     if not len(used):

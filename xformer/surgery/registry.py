@@ -21,7 +21,7 @@ from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint
 from xformer.config import Settings, all_keys, nearest, toml_value, validate
 from xformer.data.errors import BadInput
-from xformer.data.store import open_store
+from xformer.data.joined import open_stores
 
 Function = TypeVar("Function", bound=Callable[..., Checkpoint])
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -166,7 +166,7 @@ def content(step: Operation) -> dict[str, str]:
     if step.op == "transplant":
         return {"sha256": checkpoints.content_key(checkpoints.resolve(step.arguments["source"]))}
     if step.op == "substitute_unused":
-        return {"sha256": open_store(step.arguments["store"]).key}
+        return {"sha256": open_stores(step.arguments["store"]).key}
     return {}
 
 

@@ -1,0 +1,92 @@
+"""`join`: make one store of several without copying their tokens.
+
+The new store has a `store.json` with the paths of the stores, relative to it, and their keys. It
+also has the tokenizer. Readers open the stores in their order, and refuse a store that is missing
+or holds other rows than when it was joined.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from xformer.data.display import say
+from xformer.data.errors import BadInput
+from xformer.data.files import atomic_directory, write_json
+from xformer.data.joined import open_stores
+from xformer.data.store import JOINED, Store
+from xformer.data.writing import write_sums
+
+from .arguments import add_output, check_output_directory, command_origin
+
+ABOUT = "Make one store of several without copying their tokens."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `join`."""
+    parser.add_argument(
+        "stores",
+        type=Path,
+        nargs="+",
+        metavar="STORE",
+        help="The stores, in the order of their rows. Those that `text --part` made may be in any "
+        "order, but none may be missing. The new store refers to them by their relative paths, so "
+        "keep them, and move all of them together.",
+    )
+    add_output(parser, "STORE")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Join stores."""
+    check_output_directory(arguments.output, arguments.overwrite, "store.json")
+    paths = list(arguments.stores)
+    if arguments.output.absolute() in [path.absolute() for path in paths]:
+        raise BadInput(f"--output {arguments.output} is one of the stores; give another")
+    opened = [open_stores(path) for path in paths]
+    stores = in_order([part for store in opened for part in store.parts])
+    joined = open_stores([store.path for store in stores])
+    splits = [joined.split(name) for name in joined.splits]
+    meta = {
+        "format": JOINED,
+        "parts": [
+            {"path": os.path.relpath(store.path, arguments.output), "key": store.key}
+            for store in stores
+        ],
+        "kind": joined.kind,
+        "metric": joined.metric,
+        "splits": {s.name: {"rows": s.rows, "tokens": s.tokens} for s in splits},
+        "origin": command_origin(),
+    }
+    with atomic_directory(arguments.output, arguments.overwrite) as directory:
+        joined.tokenizer().save(directory)
+        write_json(directory / "store.json", meta)
+        write_sums(directory)
+    listed = "; ".join(f"{s.name} {s.rows:,} rows, {s.tokens:,} tokens" for s in splits)
+    say(f"{arguments.output}: {len(stores)} stores; {listed}")
+
+
+def in_order(stores: Sequence[Store]) -> list[Store]:
+    """The stores in the order of their parts, if `text --part` made them, or else as given. Raises
+    BadInput if a part is missing or given twice, or if they are not parts of one store."""
+    records: list[dict[str, Any] | None] = [store.meta["origin"].get("part") for store in stores]
+    if not any(records):
+        return list(stores)
+    numbered: dict[int, Store] = {}
+    for store, record in zip(stores, records, strict=True):
+        if record is None or record["input"] != (records[0] or record)["input"]:
+            raise BadInput(
+                f"{stores[0].name} and {store.name} are not parts of one store: they were made "
+                "with other input files, options or --part"
+            )
+        other = numbered.setdefault(record["number"], store)
+        if other is not store:
+            raise BadInput(f"{other.name} and {store.name} are the same part; give one of them")
+    wanted = next(record["of"] for record in records if record)
+    if missing := [str(n) for n in range(1, wanted + 1) if n not in numbered]:
+        raise BadInput(
+            f"missing of the {wanted} parts: {', '.join(missing)}; give the stores of all parts"
+        )
+    return [numbered[number] for number in sorted(numbered)]

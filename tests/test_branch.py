@@ -1,0 +1,135 @@
+"""The schedule with a stable phase, and runs that branch from a checkpoint of another run."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from helpers import SMOKE, Forks, good, refused, training
+from test_train import AT_STEP, content, log, timeless
+from toys import Toys
+
+from xformer.data.files import read_json, write_json
+from xformer.optim import OptimConfig, learning_rate
+from xformer.rows import batches_of
+
+WSD = ["optim.schedule=wsd", "train.select=last", "train.log_every=1", "train.validate_every=50"]
+LONG = [*WSD, "optim.warmup=3", "train.keep_every=4", "train.checkpoint_every=4"]
+SHORT = [*LONG, "train.steps=12", "optim.decay=4"]
+
+
+def test_the_rate_is_stable_and_then_falls_to_0() -> None:
+    config = OptimConfig(lr=0.02, schedule="wsd")
+    rates = [learning_rate(config, i, i + 1, 2, 4, 10) for i in range(11)]
+    assert rates == pytest.approx([0.01] + [0.02] * 6 + [0.015, 0.01, 0.005, 0.0])
+    assert learning_rate(config, 12, 13, 2, 4, 10) == 0.0
+    for length in (10, 17, 1234):  # bit for bit
+        assert [learning_rate(config, i, i + 1, 3, 4, length) for i in range(6)] == [
+            learning_rate(config, i, i + 1, 3, 4, 99) for i in range(6)
+        ]
+
+
+@pytest.fixture(scope="module")
+def runs(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of 20 steps that decays from step 16, and one of 12 steps that decays from step 8. With
+    dropout."""
+    place = tmp_path_factory.mktemp("branch")
+    line = training(SMOKE, data.text, place / "long", *LONG, "train.steps=20", "optim.decay=0.2")
+    going = forks.start(*line)
+    good(forks.run(*training(SMOKE, data.text, place / "short", *SHORT)))
+    good(going.wait())
+    return {name: place / name for name in ("long", "short")}
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {e["step"]: e["loss"] for e in log(run) if e["event"] == "train"}
+
+
+def test_stable_phases_are_equal(runs: dict[str, Path]) -> None:
+    long, short = losses(runs["long"]), losses(runs["short"])
+    assert [long[step] for step in range(1, 10)] == [short[step] for step in range(1, 10)]
+    assert long[11] != short[11]
+    rates = {e["step"]: e["lr"] for e in log(runs["long"]) if e["event"] == "train"}
+    assert [rates[step] for step in (1, 3, 4, 16, 17)] == pytest.approx(
+        [1e-3 / 3, 1e-3, 1e-3, 1e-3, 1e-3]
+    )
+    assert [rates[step] for step in (18, 20)] == pytest.approx([7.5e-4, 2.5e-4])
+
+
+def branching(runs: dict[str, Path], step: int = 8) -> str:
+    return f"train.branch_from={runs['long'] / f'checkpoints/step_{step}'}"
+
+
+@pytest.mark.parametrize("step", [4, 8])
+def test_a_branch_equals_the_run_that_decayed_there(
+    forks: Forks, data: Toys, runs: dict[str, Path], tmp_path: Path, step: int
+) -> None:
+    """Weights, moments, log and scores are the same bit for bit. The branch is killed once."""
+    run = tmp_path / "branch"
+    line = training(SMOKE, data.text, run, *SHORT, branching(runs, step))
+    killer = AT_STEP.format(step=11, signal="SIGKILL", ranks="0")
+    first = forks.run(*line, before=killer)
+    assert f"branching from {runs['long']}/checkpoints/step_{step} at step {step}" in first.err
+    assert first.status == -signal.SIGKILL
+    again = good(forks.run(*line)).err
+    assert ("continuing" in again) == (step == 4)  # it has written a checkpoint at step 8
+    short, branch = content(runs["short"]), content(run)
+    ends = branch["log"][-3:]
+    assert ends == short["log"][-3:]
+    trained = [
+        [timeless(e) for e in log(each) if e["event"] == "train" and e["step"] > step]
+        for each in (run, runs["short"])
+    ]
+    assert trained[0] == trained[1]
+    assert branch["result"] == short["result"]
+    assert branch["predictions"] == short["predictions"]
+    assert branch["step_12"] == short["step_12"]
+    # the rows are computed again for steps of the branch, and for those of the other run
+    for number in (2, 11):
+        rows = [batches_of(each, number)[3][0][2].rows.tolist() for each in (run, runs["short"])]
+        assert rows[0] == rows[1]
+
+
+def test_two_ranks_branch_too(
+    forks: Forks, data: Toys, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    line = training(SMOKE, data.text, tmp_path / "run", *SHORT, branching(runs))
+    good(forks.run(*line, ranks=2))
+    assert min(losses(tmp_path / "run")) == 9
+
+
+def test_what_is_no_branch_is_refused(
+    forks: Forks, data: Toys, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+
+    def asks(*settings: str, step: int = 8) -> None:
+        *words, settings_ = settings
+        line = training(SMOKE, data.text, run, *SHORT, branching(runs, step), *words)
+        refused(forks.run(*line), settings_)
+
+    asks("optim.lr=2e-3", "made with other settings: optim.lr=0.001 is now 0.002")
+    asks("seed=1", "seed=0 is now 1")
+    asks("optim.schedule=linear", "optim.schedule=wsd is now linear")
+    asks("optim.warmup=2", "optim.warmup=3.0 is now 2.0")
+    asks("train.steps=11", f"lies in the decay of {run}")
+    asks("train.steps=30", f"lies in the decay of {runs['long']}", step=20)
+    asks("train.branch_from=nowhere", "=nowhere is not a checkpoint with the state")
+    copy = tmp_path / "long"
+    shutil.copytree(runs["long"], copy)
+    changed = read_json(copy / "config.json")
+    for part in ("config", "identity"):
+        changed[part]["optim"]["warmup"] = 0.15
+    (copy / "run_manifest.json").unlink()  # it has the checksum of config.json
+    write_json(copy / "config.json", changed)
+    place = f"train.branch_from={copy}/checkpoints/step_8"
+    asks("optim.warmup=0.15", place, "has another warm-up: give optim.warmup in steps")
+    shutil.copytree(runs["long"], copy, dirs_exist_ok=True)
+    weights = copy / "checkpoints/step_8/model.safetensors"
+    damaged = bytearray(weights.read_bytes())
+    damaged[-1] ^= 1
+    weights.write_bytes(damaged)
+    asks(place, "model.safetensors")
+    assert not run.exists()

@@ -1,0 +1,276 @@
+"""Stores that are made in parts by many jobs, and joined without copying their tokens."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import SMOKE, Forks, good, refused, training
+from test_joined import equal
+from test_train import timeless_log
+from toys import WORDS, Toys
+
+from xformer.checkpoint import resolve
+from xformer.data.errors import BadInput
+from xformer.data.files import read_json
+from xformer.data.joined import open_stores
+from xformer.data.store import JoinsOthers, open_store
+from xformer.preprocess.corpora import documents
+from xformer.preprocess.corpora.documents import (
+    TextOptions,
+    files_of_part,
+    read_documents,
+    read_part,
+)
+
+Line = list[str | Path]
+
+
+def texts(number: int, seed: int) -> str:
+    draw = random.Random(seed)
+    return "\n\n".join(" ".join(draw.choices(WORDS, k=draw.randint(3, 30))) for _ in range(number))
+
+
+@pytest.fixture(scope="module")
+def raw(data: Toys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of several formats and lengths, some compressed."""
+    place = tmp_path_factory.mktemp("raw")
+    for i, number in enumerate((20, 3, 41, 8, 30)):
+        (place / f"{i}.txt").write_text(texts(number, i))
+    (place / "5.txt.gz").write_bytes(gzip.compress(texts(50, 5).encode()))
+    lines = [json.dumps({"text": text}) for text in texts(25, 6).split("\n\n")]
+    (place / "6.jsonl").write_text("\n".join(lines))
+    (place / "7.csv").write_text("text\n" + texts(25, 7).replace("\n\n", "\n"))
+    (place / "8.fasta").write_text("\n".join(f">{i}\nACGT" for i in range(9)))
+    return place
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 40])
+def test_the_documents_of_all_parts_are_those_of_the_files(
+    raw: Path, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same order. Within a file too, if it is larger than what is read at once."""
+    monkeypatch.setattr(documents, "READ", 300)
+    paths, options = sorted(raw.iterdir()), TextOptions()
+    whole = list(read_documents(paths, options, lambda _: None))
+    each = [
+        list(read_part(paths, (number, parts), options, lambda _: None))
+        for number in range(1, parts + 1)
+    ]
+    assert [segment for one in each for segment in one] == whole
+    read = [files_of_part(paths, (number, parts)) for number in range(1, parts + 1)]
+    assert {path for files in read for path, *_ in files} == set(paths)
+    if parts == 7:  # a part does not read the files of distant parts
+        assert max(map(len, read)) <= 5
+
+
+def test_a_long_file_is_divided_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "READ", 1000)
+    file = tmp_path / "a.txt.gz"
+    file.write_bytes(gzip.compress(texts(6000, 1).encode()))
+    sizes = []
+    for number in range(1, 5):
+        part = read_part([file], (number, 4), TextOptions(), lambda _: None)
+        sizes.append(sum(len(text) for text, _ in part))
+    assert max(sizes) - min(sizes) < 0.4 * np.mean(sizes)
+
+
+@pytest.fixture(scope="module")
+def made(
+    forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Path], Path]:
+    """A store made at once, the same in three parts, and these joined. The parts are given in
+    another order."""
+    place = tmp_path_factory.mktemp("parts")
+    for i in range(5):
+        (place / f"{i}.txt").write_text(texts(40, i))
+    line: Line = ["preprocess.py", "text", "--input", *sorted(place.glob("*.txt")), "--documents"]
+    line += ["--valid", data.raw / "valid.txt", "--tokenizer", data.tokenizer, "--max-tokens", "9"]
+    good(forks.run(*line, "--output", place / "whole"))
+    parts = [place / f"parts/{number}" for number in (1, 2, 3)]
+    parts[0].parent.mkdir()
+    for number, path in enumerate(parts, 1):
+        good(forks.run(*line, "--part", f"{number}/3", "--output", path))
+    done = good(forks.run("preprocess.py", "join", *parts[::-1], "--output", place / "joined"))
+    whole = open_store(place / "whole").split("train")
+    assert f"joined: 3 stores; train {whole.rows:,} rows, {whole.tokens:,} tokens; v" in done.out
+    return place / "whole", parts, place / "joined"
+
+
+def test_joined_parts_hold_what_one_store_does(made: tuple[Path, list[Path], Path]) -> None:
+    whole, parts, joined = made
+    store = open_stores(joined)
+    for name in ("train", "valid"):
+        equal(store.split(name), open_store(whole).split(name))
+        assert store.split(name).words == open_store(whole).split(name).words
+    assert [open_store(part).splits for part in parts] == [["train", "valid"], ["train"], ["train"]]
+    assert (store.name, store.tokenizer().fingerprint) == (str(joined), store.fingerprint)
+    files = [path.name for path in joined.rglob("*") if path.is_file()]
+    assert not [name for name in files if name.endswith(".npy")]
+    sources = [s["file"] for p in parts for s in open_store(p).meta["origin"]["sources"]]
+    assert {Path(name).name for name in sources} == {*(f"{i}.txt" for i in range(5)), "valid.txt"}
+    with pytest.raises(JoinsOthers, match=r"open it with xformer\.data\.joined"):
+        open_store(joined)
+
+
+def test_joined_parts_train_like_one_store(
+    forks: Forks, made: tuple[Path, list[Path], Path], tmp_path: Path
+) -> None:
+    runs = [tmp_path / "whole", tmp_path / "joined"]
+    for store, run in zip((made[0], made[2]), runs, strict=True):
+        good(forks.run(*training(SMOKE, store, run, "train.steps=6")))
+    assert timeless_log(runs[0]) == timeless_log(runs[1])
+    for name in ("model", "optimizer"):
+        a, b = ((resolve(run) / f"{name}.safetensors").read_bytes() for run in runs)
+        assert a == b
+    outputs = []
+    for store in (made[0], made[2]):
+        line: Line = ["evaluate.py", runs[0], f"data={store}", "split=valid"]
+        outputs.append(good(forks.run(*line)).out.replace(str(store), ""))
+    assert outputs[0] == outputs[1]
+
+
+def test_every_command_reads_a_joined_store(
+    forks: Forks, made: tuple[Path, list[Path], Path], data: Toys, tmp_path: Path
+) -> None:
+    whole, parts, joined = made
+    described = [
+        good(forks.run("preprocess.py", "stats", store)).out.replace(store.name, "")
+        for store in (whole, joined)
+    ]
+    assert described[0] == described[1]
+    pairs = []
+    for name, store in (("a", whole), ("b", joined)):
+        line: Line = [
+            "preprocess.py",
+            "pairs",
+            store,
+            "--kind",
+            "next",
+            "--output",
+            tmp_path / name,
+        ]
+        good(forks.run(*line))
+        pairs.append(open_store(tmp_path / name).key)
+    assert pairs[0] == pairs[1]
+    done = good(forks.run("preprocess.py", "verify", joined))
+    assert f"{parts[2] / 'train/tokens.npy'}: ok" in done.out
+    assert done.out.count(": ok") == 12
+    # joined stores can be joined, and read beside another
+    again = tmp_path / "again"
+    good(forks.run("preprocess.py", "join", joined, "--output", again))
+    equal(open_stores(again).split("train"), open_store(whole).split("train"))
+    words: Line = ["text", "--input", data.raw / "test.txt", "--documents", "--max-tokens", "9"]
+    words += ["--tokenizer", data.tokenizer, "--output", tmp_path / "more"]
+    good(forks.run("preprocess.py", *words))
+    both = open_stores([str(joined), str(tmp_path / "more")])
+    more = open_store(tmp_path / "more").split("train")
+    assert both.split("train").rows == open_store(whole).split("train").rows + more.rows
+    assert both.split("train").columns["tokens"][-1].tolist() == more.columns["tokens"][-1].tolist()
+    turned = open_stores([str(tmp_path / "more"), str(joined)]).split("train").columns["tokens"]
+    rows = open_store(whole).split("train").columns["tokens"]
+    assert all((turned[more.rows + i] == rows[i]).all() for i in range(len(rows)))
+
+
+def test_stores_that_are_no_parts_keep_their_order(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    line: Line = ["preprocess.py", "text", "--tokenizer", data.tokenizer, "--input"]
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.txt").write_text(texts(9, ord(name)))
+        good(forks.run(*line, tmp_path / f"{name}.txt", "--output", tmp_path / name))
+    joined = tmp_path / "joined"
+    good(forks.run("preprocess.py", "join", tmp_path / "b", tmp_path / "a", "--output", joined))
+    paths = [str(tmp_path / name) for name in ("b", "a")]
+    equal(open_stores(joined).split("train"), open_stores(paths).split("train"))
+    assert open_stores(joined).key == open_stores(paths).key
+
+
+# -------------------------------------------------------------------------------- what is refused
+
+
+def copied(made: tuple[Path, list[Path], Path], place: Path) -> tuple[list[Path], Path]:
+    """The parts and the joined store, moved together to another place."""
+    shutil.copytree(made[2], place / "joined")
+    shutil.copytree(made[1][0].parent, place / "parts")
+    return [place / "parts" / path.name for path in made[1]], place / "joined"
+
+
+def test_a_missing_changed_or_damaged_part_is_refused(
+    forks: Forks, made: tuple[Path, list[Path], Path], tmp_path: Path
+) -> None:
+    parts, joined = copied(made, tmp_path / "moved")
+    assert open_stores(joined).key == open_stores(made[2]).key
+    line = training(SMOKE, joined, tmp_path / "run", "train.steps=3")
+
+    tokens = parts[1] / "train/tokens.npy"
+    content = bytearray(tokens.read_bytes())
+    content[-2] ^= 1
+    tokens.write_bytes(content)
+    done = forks.run(*line)
+    assert done.status == 1
+    assert f"{tokens} is damaged in block 0" in done.err.splitlines()[-1]
+    verified = forks.run("preprocess.py", "verify", joined)
+    assert verified.status == 1
+    assert f"damaged: {tokens} block 0" in verified.err
+    shutil.rmtree(tmp_path / "run")
+
+    shutil.rmtree(parts[1])
+    refused(forks.run(*line), f"{joined} joins {parts[1]}, which is not there: move it back")
+    shutil.copytree(parts[0], parts[1])
+    refused(forks.run(*line), f"{parts[1]} has changed since {joined} joined it")
+    (joined / "store.json").write_text((joined / "store.json").read_text() + " ")
+    refused(forks.run(*line), "store.json differs from its checksum")
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_all_parts_of_one_store_are_joined(
+    forks: Forks, made: tuple[Path, list[Path], Path], data: Toys, tmp_path: Path
+) -> None:
+    whole, parts, _ = made
+    out: Line = ["--output", tmp_path / "out"]
+    for stores, words in (
+        (parts[:2], "missing of the 3 parts: 3"),
+        (parts[1:2], "missing of the 3 parts: 1, 3"),
+        ([*parts, whole], f"{parts[0]} and {whole} are not parts of one store"),
+        ([*parts, parts[0]], "are the same part"),
+        ([whole, data.text], "cannot be read as one: they differ in columns"),
+        ([whole, data.classes], "they differ in kind"),
+        ([tmp_path / "none"], "is not a store"),
+    ):
+        refused(forks.run("preprocess.py", "join", *stores, *out), words)
+    line: Line = ["preprocess.py", "text", "--tokenizer", data.tokenizer, "--input"]
+    other: Line = [
+        *line,
+        *sorted(parts[0].parents[1].glob("*.txt")),
+        "--output",
+        tmp_path / "other",
+    ]
+    good(forks.run(*other, "--documents", "--max-tokens", "8", "--part", "2/3"))
+    mixed = [parts[0], tmp_path / "other", parts[2]]
+    refused(forks.run("preprocess.py", "join", *mixed, *out), "not parts of one store")
+    twice = training(SMOKE, json.dumps([str(made[2]), str(parts[1])]), tmp_path / "run")
+    refused(forks.run(*twice), f"{parts[1]} and {parts[1]} hold the same rows")
+    for option in ("0/3", "4/3", "3", "a/b"):
+        done = forks.run(*line, "x", "--output", tmp_path / "x", "--part", option)
+        assert (done.status, f"{option!r} is not PART/PARTS, such as 3/16" in done.err) == (2, True)
+    small: Line = [*line, data.raw / "train.txt", "--output", tmp_path / "x", "--part", "1/2"]
+    refused(forks.run(*small), "--part 1/2: no document begins in this part", "fewer parts")
+    assert not (tmp_path / "x").exists()
+    assert not (tmp_path / "out").exists()
+    line = ["preprocess.py", "join", *parts, "--output", parts[1], "--overwrite"]
+    refused(forks.run(*line), "is one of the stores")
+
+
+def test_readers_of_before_refuse_a_joined_store(made: tuple[Path, list[Path], Path]) -> None:
+    """They compare the format with 1, and say in one line that they cannot read the store."""
+    assert read_json(made[2] / "store.json")["format"] == 2
+    meta = read_json(made[2] / "store.json")
+    assert [part["path"] for part in meta["parts"]] == [f"../parts/{n}" for n in (1, 2, 3)]
+    with pytest.raises(BadInput, match="it has train, valid"):
+        open_stores(made[2]).split("test")

@@ -1,0 +1,71 @@
+"""Branches: a new run that goes on from a checkpoint of another run, with a shorter or longer
+schedule.
+
+With optim.schedule=wsd the rate of a step before the decay does not depend on the length of the
+run. So one long run gives the beginning of many shorter ones, which only repeat its decay.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from xformer import checkpoint as checkpoints
+from xformer.config import validate
+from xformer.data.errors import BadInput
+from xformer.data.files import read_json
+from xformer.monitor import Monitor
+from xformer.prepare import Setup, identity_of, stable_phase
+from xformer.recipe import Recipe
+from xformer.run import FREE, State, completed, differences, is_run, read_config
+
+# settings in which a branch may differ from the other run, besides FREE: they do not change a step
+# before the decay
+LATE = {f"train.{name}" for name in ("steps", "epochs", "select", "metric", "patience")}
+LATE |= {"train.branch_from", "optim.decay"}
+
+
+def check_branch(setup: Setup) -> None:
+    """Raise BadInput unless the run can branch from the checkpoint of `train.branch_from`: unless
+    all its earlier steps would be those of the other run. Checks nothing if the run has a
+    checkpoint of its own."""
+    recipe, given = setup.recipe, f"train.branch_from={setup.recipe.train.branch_from}"
+    begun = any((Path(recipe.run) / "checkpoints").glob("step_*")) and not recipe.overwrite
+    if not recipe.train.branch_from or begun:
+        return
+    path = Path(recipe.train.branch_from)
+    run = path.absolute().parent.parent
+    if not (path / "state.json").is_file() or not is_run(run / "config.json"):
+        raise BadInput(
+            f"{given} is not a checkpoint with the state of a run: give "
+            "RUN/checkpoints/step_N, which train.keep_every keeps"
+        )
+    checkpoints.verify(path)
+    old = read_config(run / "config.json")
+    pairs = differences(completed(old["identity"]), identity_of(setup))
+    others = [
+        f"{name}={before} is now {now}"
+        for name, (before, now) in pairs.items()
+        if name not in FREE | LATE
+    ]
+    if others:
+        raise BadInput(f"{given} was made with other settings: {'; '.join(others)[:300]}")
+    if recipe.optim.schedule != "wsd":
+        raise BadInput(f"{given}: a branch needs optim.schedule=wsd, also in the run it comes from")
+    state = State(**read_json(path / "state.json"))
+    made = validate(Recipe, {**old["config"], "data": recipe.data, "model": {}})
+    phases = [stable_phase(each) for each in (setup.with_length_of(made), setup)]
+    done, _ = setup.progress(state.step, state.position)
+    if phases[0][0] != phases[1][0]:
+        raise BadInput(f"{given} has another warm-up: give optim.warmup in steps, in both runs")
+    for name, (_, end) in zip((run, recipe.run), phases, strict=True):
+        if done > end:
+            raise BadInput(
+                f"{given} lies in the decay of {name}: branch from an earlier step, or give other "
+                "train.steps or optim.decay"
+            )
+
+
+def start_branch(state: State, path: str, monitor: Monitor) -> None:
+    """Say where a branch begins. Its best validation has yet to come."""
+    state.best_step, state.best_scores, state.worse = 0, {}, 0
+    monitor.say(f"branching from {path} at step {state.step}")
