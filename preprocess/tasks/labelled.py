@@ -694,6 +694,8 @@ def run(
     task = read(arguments)
     # `evaluate.py input=` reads rows to predict with the same task and options
     options = {key: getattr(arguments, key) for key in arguments.own if hasattr(arguments, key)}
+    if options.get("id") is None:  # so a store without keys is the same as in earlier versions
+        options.pop("id", None)
     task = replace(task, columns={**task.columns, "task": name, "options": options})
     tokenizer = tokenizer or task.tokenizer
     if tokenizer is None:
