@@ -13,10 +13,8 @@ import numpy as np
 from xformer.data.hashing import GOLDEN, key, mix
 
 MASK = 3  # distinguishes these keys from those of xformer.data.sampler
-LONGEST, STOP = (
-    10,
-    0.2,
-)  # SpanBERT: a span has at most 10 tokens, and ends after each with this chance
+# SpanBERT: a span has at most this many tokens, and ends after each of them with this chance
+LONGEST, STOP = 10, 0.2
 
 
 def mask(
