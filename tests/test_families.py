@@ -166,8 +166,10 @@ def test_dropout_is_applied_where_transformers_applies_it(
     # the same for every token, although the head reads only the first token's hidden states
     every = Encoder.forward
 
-    def forward(self: Encoder, batch: Any, places: torch.Tensor | None = None) -> torch.Tensor:
-        x = every(self, batch)
+    def forward(
+        self: Encoder, batch: Any, places: torch.Tensor | None = None, depth: int | None = None
+    ) -> torch.Tensor:
+        x = every(self, batch, depth=depth)
         return x if places is None else x[places]
 
     monkeypatch.setattr(Encoder, "forward", forward)

@@ -266,7 +266,7 @@ def test_what_broke_off_is_resumed(
 
 def test_a_later_run_resumes(site: Site, cache: Path) -> None:
     site.script = [Step(send=7), *[Step(status=503)] * 4]
-    with pytest.raises(Failure, match=r"answers 503 .*; 7 bytes are kept, run again"):
+    with pytest.raises(Failure, match=r"answers 503 .*; 7 bytes are kept; run again"):
         data_sets.fetch(one(site), cache)
     assert part_of(cache).read_bytes() == BODY[:7]
     assert not (cache / "group").exists()

@@ -18,7 +18,7 @@ from golden.exact.stores import COMMANDS
 from helpers import Forks
 
 # not in the net: it needs a network; tests/test_reproduce.py knows the hash of what it writes
-ELSEWHERE = {"fetch", "dialects"}
+ELSEWHERE = {"fetch", "dialects", "join"}
 
 
 @pytest.mark.parametrize("name", MADE)
