@@ -4,7 +4,8 @@ the predictions. Only numpy, scipy and scikit-learn are needed. docs/formats.md 
     python docs/verify.py                     # results/
     python docs/verify.py runs/kept
 
-A line says for each number whether it agrees. The exit status is 1 if one does not.
+A line says for each number whether it agrees. The exit status is 1 if one does not, and 2 if the
+directory has no kept results.
 """
 
 import json
@@ -113,6 +114,9 @@ def main(directory: Path) -> int:
     """The exit status."""
     known: dict[tuple[str, ...], float] = {}
     words = []
+    if not any(directory.glob("*.zip")):
+        print(f"error: {directory} has no kept results (*.zip); give a study's kept=DIRECTORY")
+        return 2
     for path in sorted(directory.glob("*.zip")):
         with zipfile.ZipFile(path) as file:
             is_run = "config.json" in file.namelist()  # else the result of a command

@@ -471,6 +471,13 @@ def test_more_symbols_than_pieces_are_refused(tmp_path: Path) -> None:
         mapping.build_mapping("symbols:0", many, BERT)
 
 
+def test_a_mapping_of_symbols_is_not_for_the_checkpoints_own_store() -> None:
+    """A plan of runs asks the same question before a run is started."""
+    with pytest.raises(BadInput, match="symbols:0 is for a tokenizer that differs from the check"):
+        mapping.check_own_store("symbols:0", "s")
+    mapping.check_own_store("shift:1", "s")
+
+
 def test_none_and_ids_change_nothing(own_store: Store) -> None:
     assert mapping.build_mapping("none", own_store, BERT) is None
     assert mapping.build_mapping("ids", own_store, BERT) is None

@@ -337,10 +337,7 @@ def test_what_pretraining_does_not_use(place: Path) -> None:
     assert not [note for note in plain.notes if "labels" in note or "pooler" in note]
     keys = (f"data={place / 'classes'}", f"init={place / 'classifier'}")
     notes = setup(place, "pretrain/smoke", *keys).notes
-    assert (
-        f"{place / 'classes'} has labels, which head=mlm does not use: it reads its texts only"
-        in notes
-    )
+    assert f"{place / 'classes'} has labels; head=mlm does not use them, only its texts" in notes
     [line] = [note for note in notes if note.startswith("dropped weights: pooler, task_head (")]
     assert line.endswith("trains no pooler, so a fine-tuning of this run begins with a new one)")
 

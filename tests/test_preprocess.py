@@ -679,6 +679,8 @@ REFUSED = [
     ([*TOK, "unigram", "--vocab-size", "5000"], "cannot make 5000 pieces"),
     ([*TOK, "bpe", "--alphabet", "ab"], "--alphabet goes with --kind symbols"),
     (["tokenizer", "--kind", "bpe", "--output", "out"], "--input is required"),
+    (["tokenizer", "--output", "out"], "--alphabet makes one of letters, and --from imports one"),
+    (["tokenizer", "--alphabet", "", "--output", "out"], "an alphabet needs at least one letter"),
     ([*TOK, "bpe", "--output", "store", "--overwrite"], "store was not written by this command"),
     ([*TEXT, "missing.txt"], "missing.txt does not exist"),
     ([*TEXT, "empty.txt"], "empty.txt is empty"),

@@ -201,7 +201,8 @@ def test_a_tie(
     expected = max(one, other) if inside else stats.ttest_1samp(differences, nearer).pvalue
     assert verdict.parts[0][2] == pytest.approx(expected)
     p = f": {expected:.3f}" if expected >= 0.0005 else " < 0.001"
-    assert f"(p of a tie within 1{p})".replace("1 <", "1: <") in markdown_of(Results(plan))
+    what = "of a tie within 1" if inside else f"against {nearer:g}"
+    assert f"(p {what}{p})".replace("1 <", "1: <") in markdown_of(Results(plan))
     assert tied_test(differences, [0.0] * 5, 1.0).p == pytest.approx(expected)
     assert verdict.needed.isdigit() == (state == "undecided")
 
@@ -293,6 +294,15 @@ def test_the_kept_results_of_this_repository_are_what_their_predictions_give() -
     done = verify(ROOT / "results")
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("agrees") >= 26
+
+
+def test_a_directory_without_kept_results_is_refused(tmp_path: Path) -> None:
+    done = verify(tmp_path)
+    assert done.returncode == 2
+    assert (
+        done.stdout
+        == f"error: {tmp_path} has no kept results (*.zip); give a study's kept=DIRECTORY\n"
+    )
 
 
 def verify(directory: Path) -> subprocess.CompletedProcess[str]:

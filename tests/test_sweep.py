@@ -154,6 +154,8 @@ def test_a_sweep_runs_and_reports(store: Path, tmp_path: Path, forks: Forks) -> 
     line += [f"out={file}", f"output={output}", "jobs=1"]
     refused(forks.run(*line, "train.epoch=2"), "unknown key train.epoch")
     refused(forks.run(*line, "init=nowhere", "--dry-run"), "init=nowhere: nowhere does not exist")
+    misspelt = [*line, "init=micro/englsh", "--dry-run"]
+    refused(forks.run(*misspelt), "micro/englsh does not exist; did you mean micro/english?")
     refused(forks.run(*line, "batch.max_tokens=2,64"), "batch.max_tokens=2")
     assert not file.exists()
     patient = "from xformer.study import timing; timing.LIMIT = 120.0"  # for a busy machine

@@ -285,6 +285,10 @@ def test_a_second_interrupt_stops_at_once(forks: Forks, data: Toys, tmp_path: Pa
     run, straight = tmp_path / "run", tmp_path / "straight"
     line = training(SMOKE, data.text, run, *SHORT)
     told = "stopping: finishing at most two steps, then saving; press Ctrl-C again to stop at once"
+    twice = AT_STEP.format(step=2, signal="SIGINT); os.kill(os.getpid(), signal.SIGINT", ranks="0")
+    stopped = forks.run(*line, before=twice)
+    ending = f"before the first checkpoint; the same command starts {run} from the beginning"
+    assert stopped.err.splitlines()[-1] == f"stopped after step 2, {ending}"
     once = AT_STEP.format(step=5, signal="SIGINT", ranks="0")
     stopped = forks.run(*line, before=once)
     assert stopped.status == 128 + signal.SIGINT
@@ -468,7 +472,9 @@ def test_raised_steps_continue_and_other_settings_are_refused(
     done = good(forks.run(*line))
     assert done.err == f"{run} is finished: see {run / 'result.json'}\n"
     refused(forks.run(*line, "optim.lr=0.5"), "optim.lr=0.001 is now 0.5", "overwrite=true")
-    refused(forks.run(*line, "train.steps=14"), "train.steps=15 is now 14")
+    refused(
+        forks.run(*line, "train.steps=14"), "train.steps=15 is now 14, and it can only be raised"
+    )
     counts = "train.steps=15 is now 0, which counts train.epochs; give another run="
     refused(forks.run(*line, "train.steps=0"), counts)
     earlier, now = ({"identity": {"train": {"steps": steps}}} for steps in (0, 6))

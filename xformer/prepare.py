@@ -348,7 +348,7 @@ def _notes(
     if task.predicts_masked and store.kind != "text" and not task.head.pair_scale:
         paired = "tokens_b" in store.split("train").columns
         texts = "its pairs of texts" if paired else "its texts"
-        notes.append(f"{store.name} has labels, which head=mlm does not use: it reads {texts} only")
+        notes.append(f"{store.name} has labels; head=mlm does not use them, only {texts}")
     if recipe.init is None and not task.predicts_masked:
         size = sum(weight.numel() for weight in start.weights.values())
         line = f"no init= is given: all {size:,} weights are random"

@@ -247,6 +247,10 @@ class Run:
         for path in self.path.glob("*/.step_*.deleted"):
             shutil.rmtree(path)
 
+    def has_checkpoints(self) -> bool:
+        """Whether a checkpoint was written, damaged or not."""
+        return bool(self._checkpoints())
+
     def _checkpoints(self) -> list[Path]:
         return [p for p in (self.path / "checkpoints").glob("step_*") if p.is_dir()]
 
@@ -357,7 +361,11 @@ def _change(name: str, before: Any, now: Any) -> str:
     """A clause about a setting that has changed."""
     if name == "train.steps" and not before:
         return f"it counted train.epochs, and now train.steps={now}"
-    counts = ", which counts train.epochs" if name == "train.steps" and not now else ""
+    counts = ""
+    if name == "train.steps" and not now:
+        counts = ", which counts train.epochs"
+    elif name in ("train.steps", "train.epochs") and before:
+        counts = ", and it can only be raised"
     return f"{name}={str(before)[:80]} is now {str(now)[:80]}{counts}"
 
 

@@ -11,8 +11,8 @@ important columns are left out, and a line names them. In a pipe or a file nothi
 shortened. The scores of a finished run are those of its selected checkpoint. Other runs show the
 scores of their last validation.
 
-The state is running (a process on this machine works on the run), finished, stopped (by a signal,
-after a checkpoint), failed, or "killed?". The last means that no process on this machine works on
+The state is running (a process on this machine works on the run), finished, stopped (by a
+signal), failed, or "killed?". The last means that no process on this machine works on
 the run, and that its log does not say how it ended: it was killed, or it runs on another machine.
 
 `rows` prints the rows that the run read in a step; `rows --help` says more.

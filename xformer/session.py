@@ -98,7 +98,11 @@ class Session:
         if kind is KeyboardInterrupt:
             step, run = self.state.step, self.run.path
             line = f"stopped after step {step}; the same command continues {run} from its newest"
-            raise Interrupted(signal.SIGINT, f"{line} checkpoint") from None
+            line += " checkpoint"
+            if not self.run.has_checkpoints():
+                line = f"stopped after step {step}, before the first checkpoint; the same command "
+                line += f"starts {run} from the beginning"
+            raise Interrupted(signal.SIGINT, line) from None
         return ended
 
     @property

@@ -120,7 +120,8 @@ def read_texts(path: Path, column: str | None = None) -> list[str]:
         return [line for _, line in read_lines(path)]
     table, name = RowTable(path), column or "text"
     if name not in table.columns:
-        raise BadInput(f"{table.missing(name)}; name the column of the texts with column=")
+        hint = "; name the column of the texts with column=" if column is None else ""
+        raise BadInput(f"{table.missing(name)}{hint}")
     texts = []
     for line, (text,) in table.rows([name], BAD):
         if text is None:

@@ -179,7 +179,10 @@ def run(arguments: argparse.Namespace) -> None:
         tokenizer = published.import_tokenizer(arguments.source, arguments.cased)
         note = _unreachable(tokenizer)
     elif kind is None and arguments.alphabet is None:
-        raise BadInput("--kind trains a tokenizer and --from imports one; give one of them")
+        raise BadInput(
+            "--kind trains a tokenizer, --alphabet makes one of letters, and --from imports one; "
+            "give one of them"
+        )
     elif arguments.alphabet is not None:
         if kind not in ("symbols", None):
             raise BadInput(f"--alphabet goes with --kind symbols, not {kind}")

@@ -53,11 +53,8 @@ def build_mapping(
     same = store.fingerprint == model.fingerprint
     if not same:
         check_foreign_store(spec, store.name, store.tokenizer().kind == "symbols")
-    elif name in ("symbols", "unused"):
-        raise BadInput(
-            f"mapping={spec} is for a tokenizer that differs from the checkpoint's, but "
-            f"{store.name} was made with the checkpoint's own: its ids need mapping=none"
-        )
+    else:
+        check_own_store(spec, store.name)
     if name == "ids":
         _check_ids(store, max(embeddings, len(model)))
     if name in ("none", "ids"):
@@ -65,6 +62,16 @@ def build_mapping(
     if name in ("shift", "random"):
         return _shift(model, number) if name == "shift" else _random(model, number)
     return _symbols(store.tokenizer(), model, number, unused=name == "unused")
+
+
+def check_own_store(spec: str, store: object) -> None:
+    """Raise BadInput if a mapping cannot be used with a store that was made with the checkpoint's
+    own tokenizer. `store` is the store's name."""
+    if parse(spec)[0] in ("symbols", "unused"):
+        raise BadInput(
+            f"mapping={spec} is for a tokenizer that differs from the checkpoint's, but "
+            f"{store} was made with the checkpoint's own: its ids need mapping=none"
+        )
 
 
 def check_foreign_store(spec: str, store: object, symbols: bool | None = None) -> None:

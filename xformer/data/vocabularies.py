@@ -167,8 +167,10 @@ def symbols(alphabet: Iterable[str], separated: bool = False) -> Tokenizer:
     letters = list(dict.fromkeys(alphabet))
     wrong = [s for s in letters if not s or any(map(str.isspace, s)) or s in BERT_SPECIAL.values()]
     wrong += [] if separated else [s for s in letters if len(s) > 1]
-    if wrong or not letters:
-        raise BadInput(f"these cannot be symbols of an alphabet: {wrong[:5] or 'none given'}")
+    if not letters:
+        raise BadInput("an alphabet needs at least one letter, such as ACGT")
+    if wrong:
+        raise BadInput(f"these cannot be symbols of an alphabet: {wrong[:5]}")
     special = dict(BERT_SPECIAL)
     meta = {"kind": "symbols", "special": special, "pair_separators": 1, "separated": separated}
     return Tokenizer(meta, [*BERT_SPECIAL.values(), *letters])

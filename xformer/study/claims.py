@@ -174,11 +174,13 @@ class Verdict:
     def evidence(self) -> str:
         """The differences that decided the claim, in words."""
         digits, margin = self.table.digits, self.margin
-        against = f"p against {margin:g}:" if margin else "p"
-        if self.claim.tie:
-            against = f"p of a tie within {margin:g}:"
         parts = []
         for level, difference, p in self.parts:
+            against = f"p against {margin:g}:" if margin else "p"
+            if self.claim.tie:  # a mean outside the margins is tested against the nearer one
+                inside = abs(difference.mean) < margin
+                nearer = f"{math.copysign(margin, difference.mean):g}"
+                against = f"p of a tie within {margin:g}:" if inside else f"p against {nearer}:"
             text = f"{level} {difference.mean:+.{digits}f}".lstrip()
             if difference.half is not None:
                 text += f" ± {difference.half:.{digits}f}"

@@ -71,6 +71,10 @@ class TokenizerFacts:
     learned: bool = False
     fingerprint: str | None = None
 
+    def is_same(self, other: TokenizerFacts) -> bool:
+        """Whether the two are known to be equal."""
+        return self.fingerprint is not None and self.fingerprint == other.fingerprint
+
     def is_other(self, than: TokenizerFacts) -> bool:
         """Whether the two are known to be different tokenizers."""
         if self.fingerprint and than.fingerprint:
@@ -263,6 +267,8 @@ class Forecast:
         model = self.made(job)
         if store.tokenizer.is_other(model.tokenizer):
             mapping.check_foreign_store(recipe.mapping, store.name, store.tokenizer.letters)
+        elif store.tokenizer.is_same(model.tokenizer):
+            mapping.check_own_store(recipe.mapping, store.name)
         pieces = (model.shape.vocab_size if model.shape else 0) or model.tokenizer.size
         mapped = mapping.parse(recipe.mapping)[0] in ("ids", "symbols", "unused")
         if mapped and pieces and size and size > pieces:

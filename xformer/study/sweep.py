@@ -47,7 +47,7 @@ from xformer.config import (
 )
 from xformer.data.display import escaped
 from xformer.data.errors import BadInput, typed
-from xformer.data.files import installed, make_directory, write_text
+from xformer.data.files import installed, make_directory, near, write_text
 from xformer.recipe import Recipe
 
 RANGE = re.compile(r"(\w+:)?(\d+)\.\.(\d+)")  # 0..4, or symbols:0..4
@@ -74,7 +74,7 @@ class Sweep:
         for key in (key for key in PATHS if key in self.values):
             for path in (path for value in self.values[key] for path in each(value)):
                 if not installed(path).exists():
-                    raise BadInput(f"{key}={path}: {path} does not exist")
+                    raise BadInput(f"{key}={path}: {path} does not exist{near(Path(path))}")
 
     def write(self, path: Path) -> bool:
         """Write the file, unless it exists already. Returns whether it was written. Raises BadInput
