@@ -50,7 +50,9 @@ def part_number(text: str) -> tuple[int, int]:
     """An argument type: the number of a part and how many there are, such as 3/16."""
     first, _, second = text.partition("/")
     if not (first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second) <= 9999):
-        raise argparse.ArgumentTypeError(f"{text!r} is not PART/PARTS, such as 3/16")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give PART/PARTS, such as 3/16, with PART from 1 to PARTS"
+        )
     return int(first), int(second)
 
 

@@ -258,7 +258,7 @@ def test_only_all_parts_of_one_store_are_joined(
     refused(forks.run(*twice), f"{parts[1]} and {parts[1]} hold the same rows")
     for option in ("0/3", "4/3", "3", "a/b"):
         done = forks.run(*line, "x", "--output", tmp_path / "x", "--part", option)
-        assert (done.status, f"{option!r} is not PART/PARTS, such as 3/16" in done.err) == (2, True)
+        assert (done.status, f"{option!r}: give PART/PARTS, such as 3/16" in done.err) == (2, True)
     small: Line = [*line, data.raw / "train.txt", "--output", tmp_path / "x", "--part", "1/2"]
     refused(forks.run(*small), "--part 1/2: no document begins in this part", "fewer parts")
     assert not (tmp_path / "x").exists()
