@@ -239,7 +239,7 @@ def test_a_tokenizer_of_ours_is_not_brought_in(monkeypatch, tmp_path):
         (["--from", "vocab.txt", "--kind", "bpe"], "--kind is for training"),
         (["--from", "vocab.txt", "--vocab-size", "9"], "--vocab-size is for training"),
         (["--from", "vocab.txt", "--input", "vocab.txt"], "--input is for training"),
-        (["--input", "vocab.txt"], "--kind trains a tokenizer and --from imports one"),
+        (["--input", "vocab.txt"], "--alphabet makes one of letters, and --from imports one"),
     ],
 )
 def test_options_that_do_not_go_together(monkeypatch, tmp_path, arguments, phrase):

@@ -93,9 +93,11 @@ def test_symbols():
     np.testing.assert_array_equal(dna.encode_batch(["GA TX\n"])[0], [7, 5, 8, dna.special["unk"]])
     np.testing.assert_array_equal(dna.encode_batch(["", "😀"])[1], [dna.special["unk"]])
     assert dna.decode([5, 6]) == "AC"
-    for wrong in (["a b"], [""], ["[MASK]"], [], ["AB"]):
+    for wrong in (["a b"], [""], ["[MASK]"], ["AB"]):
         with pytest.raises(BadInput, match="cannot be symbols"):
             vocabularies.symbols(wrong)
+    with pytest.raises(BadInput, match="needs at least one letter"):
+        vocabularies.symbols([])
 
 
 def test_special_tokens_are_each_family_s_own(learned):
