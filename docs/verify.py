@@ -45,7 +45,7 @@ def scores(arrays: dict[str, np.ndarray]) -> dict[str, float]:
     if head == "regress":
         x, y = of_groups(outputs, group)[:, 0], label[first]
         again = {"loss": float(((outputs[:, 0] - label) ** 2).mean()), "pearson": 0, "spearman": 0}
-        if np.ptp(x) and np.ptp(y):  # else there is no correlation, and GLUE counts it as 0
+        if np.ptp(x) and np.ptp(y):  # a constant has no correlation, and GLUE counts it as 0
             again |= {"pearson": stats.pearsonr(x, y)[0], "spearman": stats.spearmanr(x, y)[0]}
         return again
     loss = cross_entropy(outputs, label)

@@ -92,7 +92,7 @@ def test_unknown_tokens_are_never_silent(
     [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("warning")]
     tokens = open_store(tmp_path / "s").split("train").columns["tokens"]
     share = 100 * float(np.mean(tokens.values == 1))
-    assert f"{share:.3g} % of train (texts with nothing else: 5) are [UNK]" in line
+    assert f"does not know {share:.3g} % of the tokens of train (all tokens of 5 texts)" in line
     assert "--kind symbols" in line
 
 
@@ -105,8 +105,19 @@ def test_more_than_one_percent_is_told(
     splits = {"train": ["ACGT" * 9], "test": rows}
     write_store(tmp_path / "s", vocabularies.symbols("ACGT"), splits)
     said = capsys.readouterr().err
-    assert ("of the tokens, 2 % of test are [UNK]" in said) is told
+    assert ("does not know 2 % of the tokens of test, which became [UNK]" in said) is told
     assert bool(said) is told
+
+
+def test_texts_that_a_model_does_not_know_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also if they are in no store: texts to encode, and a text with a mask."""
+    english = checkpoints.load("micro/english")
+    english.encode(["a text", "another one"])
+    assert "does not know" not in capsys.readouterr().err
+    english.encode(["\u732b"])
+    assert "does not know 100 % of the tokens, which became [UNK]" in capsys.readouterr().err
+    evaluate.fill_mask(english, "\u732b [MASK] \u732b", 1)
+    assert "does not know 40 % of the tokens" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------ keys of rows
@@ -122,7 +133,9 @@ def ids(store: Path, split: str) -> list[str]:
     return [column.text(i) for i in range(len(column))]
 
 
-def test_a_key_column_names_the_rows(tmp_path: Path, preprocess: Any, english: Checkpoint) -> None:
+def test_a_key_column_names_the_rows(
+    tmp_path: Path, preprocess: Any, english: Checkpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`--id` keeps a column in the store. For new rows the same column is the default, and `id=`
     names another."""
     (tmp_path / "t.tsv").write_text(TABLE)
@@ -150,6 +163,11 @@ def test_a_key_column_names_the_rows(tmp_path: Path, preprocess: Any, english: C
 
     assert read("one", "") == ["k1", "k2"]
     assert read("two", "other") == ["o1", "o2"]
+    assert "so the rows get no id" not in capsys.readouterr().err
+    other = tmp_path / "renamed.csv"
+    other.write_text("sentence,KEY\na word,k1\n")
+    predict.write_rows(other, head, english.tokenizer, tmp_path / "three", ())
+    assert "renamed.csv has no column 'key', so the rows get no id" in capsys.readouterr().err
     for key, words in (
         ("othr", "id=othr: .* has no column 'othr'; .*did you mean 'other'"),
         ("sentence", "id=sentence is a column of the texts"),

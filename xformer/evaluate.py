@@ -28,7 +28,7 @@ from xformer.data.errors import BadInput
 from xformer.data.files import write_text
 from xformer.data.joined import open_stores
 from xformer.data.store import open_store
-from xformer.data.tokenizers import Tokenizer, load_tokenizer
+from xformer.data.tokenizers import Tokenizer, load_tokenizer, unknown_note
 from xformer.minimal_pairs import PLL
 from xformer.ops import native
 from xformer.parallel import processes
@@ -130,6 +130,8 @@ def fill_mask(
     if task is None or not task.predicts_masked:
         raise BadInput(f"this checkpoint has no MLM head, so it cannot fill a mask; {train_mlm()}")
     batch = with_masks(tokenizer, text, checkpoint.config.max_positions)
+    if note := unknown_note(batch.tokens, tokenizer):
+        say(note, error=True)
     model = checkpoint.model().to(ranks.device)
     with torch.no_grad(), ranks.autocast(precision):
         logits = model.logits(to_device(batch, ranks.device)).float().cpu()

@@ -365,7 +365,7 @@ def pseudo_log_likelihoods(
 
 def _log_probabilities(model: Model, batch: Batch[Tensor], ranks: Ranks, precision: str) -> Tensor:
     """The log-probability of the true token at each masked place, (N,). The product with the
-    vocabulary is in fp32 in any case: logits in bf16 have a precision of about 0.05."""
+    vocabulary is always in fp32: logits in bf16 have a precision of about 0.05."""
     assert batch.targets is not None
     with ranks.autocast(precision), not_compiled():
         x = model.encoder(batch, places=batch.places)

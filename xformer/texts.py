@@ -16,7 +16,7 @@ from xformer.data.batch import CHUNK, Assembler, Batch, chunks
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.rows import split_of
-from xformer.data.tokenizers import Tokenizer
+from xformer.data.tokenizers import Tokenizer, unknown_note
 from xformer.tasks.task import Model, check_finite, row_means, to_device
 
 Pooling = Literal["mean", "first"]
@@ -81,6 +81,8 @@ def vectors_of(
     longest = check_arguments(model, pooling, max_tokens, batch_tokens)
     split = split_of(source or tokenizer, texts)
     assembler = Assembler(split, tokenizer, longest, mapping)
+    if note := unknown_note(split.columns["tokens"].values, source or tokenizer):
+        say(note, error=True)
     vectors = np.zeros((len(texts), model.config.hidden), np.float32)
     if not len(texts):
         return vectors

@@ -245,6 +245,10 @@ def _table(
         raise BadInput(f"id={head.key} is a column of the texts; name another, or leave id= out")
     key = head.key or str(head.options.get("id") or "id")
     id_column = [key] if key in table.columns and key not in columns else []
+    if not id_column and head.options.get("id"):
+        say(
+            f"note: {path} has no column {key!r}, so the rows get no id; give id=COLUMN", error=True
+        )
     for line, values in table.rows([*columns, *id_column], BAD, id_column):
         texts = [value or "" for value in values[: len(columns)]]
         yield line, texts, (values[-1] or "") if id_column else None

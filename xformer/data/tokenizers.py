@@ -32,6 +32,7 @@ BERT_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", 
 ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
 ALBERT_SPECIAL = {"pad": "<pad>", "unk": "<unk>", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 ESM_SPECIAL = {"cls": "<cls>", "pad": "<pad>", "sep": "<eos>", "unk": "<unk>", "mask": "<mask>"}
+UNKNOWN = 0.01  # a warning says if a larger share of the tokens is unknown
 # Pieces at the beginning of CamemBERT's vocabulary. No text is encoded to them.
 UNUSED = ("<s>NOTUSED", "</s>NOTUSED", "<unk>NOTUSED")
 # Prefix of the unigram pieces that no text may be encoded to, such as special tokens. Text is split
@@ -233,6 +234,25 @@ class Tokenizer:
         codes = np.frombuffer("".join(text.split()).encode("utf-32-le"), np.uint32)
         table = self._symbol_table
         return table[np.minimum(codes, len(table) - 1)]
+
+
+def unknown_note(ids: np.ndarray, tokenizer: Tokenizer) -> str:
+    """A warning if the tokenizer does not know more than the share UNKNOWN of the text that became
+    `ids` (T,), else ""."""
+    share = float(np.mean(ids == tokenizer.special["unk"])) if len(ids) else 0.0
+    if share <= UNKNOWN:
+        return ""
+    return unknown_warning([f"{100 * share:.3g} % of the tokens"], tokenizer)
+
+
+def unknown_warning(parts: Sequence[str], tokenizer: Tokenizer) -> str:
+    """A warning that the tokenizer does not know these parts of its input."""
+    piece = tokenizer.pieces[tokenizer.special["unk"]]
+    return (
+        f"warning: the tokenizer does not know {', '.join(parts)}, which became {piece}; check the "
+        "input, or give a tokenizer that was trained on such input (for DNA and proteins: one of "
+        "--kind symbols)"
+    )
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:

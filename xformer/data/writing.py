@@ -16,7 +16,6 @@ from xformer.data.files import atomic_directory, block_checksums, file_checksum,
 from xformer.data.store import FORMAT, HEADER, SUMS, TEXTS
 
 NARROWED = 2**20  # offsets that are rewritten at a time
-UNKNOWN = 0.01  # a warning says if a larger share of a split's tokens, or texts, is unknown
 
 
 class NpyWriter:
@@ -107,15 +106,17 @@ class SplitWriter:
         self.unknown_rows += int(((in_row == np.diff(ends)) & (in_row > 0)).sum())
 
     def unknown(self) -> str:
-        """How much of the split the tokenizer does not know: "2 % of train (texts with nothing
-        else: 5)". "" if it is at most the share UNKNOWN of the tokens, and of the texts."""
+        """How much of the split the tokenizer does not know, as `unknown_warning` takes it. "" if
+        it is at most the share UNKNOWN of the tokens, and of the texts."""
         columns = [column for column in TEXTS if column in self.offsets]
         tokens = sum(self.writers[column].length for column in columns)
         rows = sum(self.offsets[column].length - 1 for column in columns)
-        if self.unknown_tokens <= UNKNOWN * tokens and self.unknown_rows <= UNKNOWN * rows:
+        limit = tokenizers.UNKNOWN
+        if self.unknown_tokens <= limit * tokens and self.unknown_rows <= limit * rows:
             return ""
-        alone = f" (texts with nothing else: {self.unknown_rows:,})" if self.unknown_rows else ""
-        return f"{100 * self.unknown_tokens / tokens:.3g} % of {self.directory.name}{alone}"
+        alone = f" (all tokens of {self.unknown_rows:,} texts)" if self.unknown_rows else ""
+        share = self.unknown_tokens / tokens
+        return f"{100 * share:.3g} % of the tokens of {self.directory.name}{alone}"
 
     def close(self) -> None:
         """Finish the files of all columns."""
@@ -216,13 +217,7 @@ class StoreWriter:
         write_json(self.directory / "store.json", meta)
         write_sums(self.directory)
         if parts := [self.unknown[name] for name in self.splits if self.unknown[name]]:
-            piece = self.tokenizer.pieces[self.tokenizer.special["unk"]]
-            say(
-                f"warning: of the tokens, {', '.join(parts)} are {piece}, which stands for "
-                "all that the tokenizer does not know; check the input, or give a tokenizer that "
-                "was trained on such input (for DNA and proteins: one of --kind symbols)",
-                error=True,
-            )
+            say(tokenizers.unknown_warning(parts, self.tokenizer), error=True)
 
 
 def write_sums(directory: Path) -> None:

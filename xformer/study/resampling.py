@@ -32,7 +32,7 @@ from xformer.study.statistics import (
 )
 
 ENOUGH = 3  # seeds that a multi-bootstrap needs
-EXAMPLES = "test examples"  # the source of variance that is no factor
+EXAMPLES = "test examples"  # a source of variance besides the factors of a study
 
 
 @dataclass(frozen=True)

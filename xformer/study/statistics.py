@@ -15,7 +15,7 @@ from scipy import stats
 from scipy.optimize import brentq
 
 LEVEL = 0.95  # of every interval; tests decide at 1 - LEVEL
-POWER = 0.8  # the probability with which a detectable difference is estimates
+POWER = 0.8  # numbers of seeds are those that find a difference with this probability
 RESAMPLES = 1000  # of test examples and seeds
 MOST = 1000  # pairs; a study that would need more is not worth a number
 AT_ONCE = 4_000_000  # weights that are held at once
