@@ -1,8 +1,8 @@
 """`join`: make one store of several without copying their tokens.
 
-The new store has a `store.json` with the paths of the stores, relative to it, and their keys. It
-also has the tokenizer. Readers open the stores in their order, and refuse a store that is missing
-or holds other rows than when it was joined.
+The new store has the tokenizer, and a `store.json` with the key of each store and its path relative
+to the new store. Readers open the stores in this order. They refuse a store that is missing, or
+that holds other rows than when it was joined.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Join stores."""
     check_output_directory(arguments.output, arguments.overwrite, "store.json")
-    paths = list(arguments.stores)
-    if arguments.output.absolute() in [path.absolute() for path in paths]:
-        raise BadInput(f"--output {arguments.output} is one of the stores; give another")
-    opened = [open_stores(path) for path in paths]
+    opened = [open_stores(path) for path in arguments.stores]
     stores = in_order([part for store in opened for part in store.parts])
+    if arguments.output.resolve() in [store.path.resolve() for store in (*opened, *stores)]:
+        raise BadInput(f"--output {arguments.output} is one of the stores; give another")
     joined = open_stores([store.path for store in stores])
     splits = [joined.split(name) for name in joined.splits]
     meta = {
@@ -69,8 +68,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def in_order(stores: Sequence[Store]) -> list[Store]:
-    """The stores in the order of their parts, if `text --part` made them, or else as given. Raises
-    BadInput if a part is missing or given twice, or if they are not parts of one store."""
+    """Stores that `text --part` made, in the order of their numbers; other stores as given. Raises
+    BadInput if a part is missing or given twice, or if some are not parts of the same store."""
     records: list[dict[str, Any] | None] = [store.meta["origin"].get("part") for store in stores]
     if not any(records):
         return list(stores)
@@ -87,6 +86,6 @@ def in_order(stores: Sequence[Store]) -> list[Store]:
     wanted = next(record["of"] for record in records if record)
     if missing := [str(n) for n in range(1, wanted + 1) if n not in numbered]:
         raise BadInput(
-            f"missing of the {wanted} parts: {', '.join(missing)}; give the stores of all parts"
+            f"of the {wanted} parts, these are missing: {', '.join(missing)}; give all of them"
         )
     return [numbered[number] for number in sorted(numbered)]

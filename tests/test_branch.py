@@ -116,6 +116,8 @@ def test_what_is_no_branch_is_refused(
     asks("optim.warmup=2", "optim.warmup=3.0 is now 2.0")
     asks("train.steps=11", f"lies in the decay of {run}")
     asks("train.steps=30", f"lies in the decay of {runs['long']}", step=20)
+    epochs = ["train.steps=0", "train.epochs=1"]
+    asks(*epochs, "that run counts train.steps, but this one train.epochs")
     asks("train.branch_from=nowhere", "=nowhere is not a checkpoint with the state")
     copy = tmp_path / "long"
     shutil.copytree(runs["long"], copy)

@@ -235,8 +235,8 @@ def test_only_all_parts_of_one_store_are_joined(
     whole, parts, _ = made
     out: Line = ["--output", tmp_path / "out"]
     for stores, words in (
-        (parts[:2], "missing of the 3 parts: 3"),
-        (parts[1:2], "missing of the 3 parts: 1, 3"),
+        (parts[:2], "of the 3 parts, these are missing: 3"),
+        (parts[1:2], "of the 3 parts, these are missing: 1, 3"),
         ([*parts, whole], f"{parts[0]} and {whole} are not parts of one store"),
         ([*parts, parts[0]], "are the same part"),
         ([whole, data.text], "cannot be read as one: they differ in columns"),
@@ -263,8 +263,10 @@ def test_only_all_parts_of_one_store_are_joined(
     refused(forks.run(*small), "--part 1/2: no document begins in this part", "fewer parts")
     assert not (tmp_path / "x").exists()
     assert not (tmp_path / "out").exists()
-    line = ["preprocess.py", "join", *parts, "--output", parts[1], "--overwrite"]
-    refused(forks.run(*line), "is one of the stores")
+    other_name = parts[1].parent / "none" / ".." / "2"
+    for stores, out in ((parts, [parts[1]]), (parts, [other_name]), ([made[2]], [parts[1]])):
+        line = ["preprocess.py", "join", *stores, "--output", *out, "--overwrite"]
+        refused(forks.run(*line), "is one of the stores")
 
 
 def test_readers_of_before_refuse_a_joined_store(made: tuple[Path, list[Path], Path]) -> None:

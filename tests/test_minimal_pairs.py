@@ -139,10 +139,11 @@ def as_line(good: str, bad: str, **more: str) -> str:
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An archive in BLiMP's form, with two paradigms of one phenomenon and one of another."""
+    """An archive in BLiMP's form, with two paradigms of one phenomenon and one of another. A name
+    has a comma."""
     path = tmp_path_factory.mktemp("pairs") / "BLiMP.zip"
     with zipfile.ZipFile(path, "w") as file:
-        for name, term in (("a", "agreement"), ("b", "agreement"), ("c", "s-selection")):
+        for name, term in (("a", "agreement"), ("b, c", "agreement"), ("d", "s-selection")):
             lines = [as_line(*texts, UID=name, linguistics_term=term) for texts in SENTENCES]
             file.writestr(f"data/{name}.jsonl", "".join(lines))
         file.writestr("__MACOSX/data/a.jsonl", b"\x00")
@@ -150,18 +151,20 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_table_by_phenomenon_and_paradigm() -> None:
-    names = [("a", "x"), ("a", "x"), ("b", "x"), ("c", "y")]
+    names = [("a", "x"), ("a", "x"), ("b", "x"), ("c", "y"), ("a", "y"), ("a", "y")]
     pairs = [Pair("g", "b", *name) for name in names]
-    scores = PairScores(pairs, np.array([-1.0, -3, -1, -2]), np.array([-2.0, -2, -2, -2]))
-    assert scores.accuracy == 0.5
+    scores = PairScores(pairs, np.array([-1.0, -3, -1, -2, -1, -1]), np.full(6, -2.0))
+    assert scores.accuracy == pytest.approx(2 / 3)
     assert scores.ties == 1  # which counts as wrong
     assert scores.table() == [
         ("x", "", 3, pytest.approx(2 / 3)),
         ("x", "a", 2, 0.5),
         ("x", "b", 1, 1.0),
-        ("y", "", 1, 0.0),
+        ("y", "", 3, pytest.approx(2 / 3)),
+        ("y", "a", 2, 1.0),
         ("y", "c", 1, 0.0),
     ]
+    assert scores.by("paradigm")["a"] == {"pairs": 4, "accuracy": 0.75}
 
 
 def test_the_command(forks: Forks, archive: Path, tmp_path: Path) -> None:
@@ -183,7 +186,7 @@ def test_the_command(forks: Forks, archive: Path, tmp_path: Path) -> None:
     good(evaluate(forks, Path("micro/english"), *line, f"out={table}", ranks=2))
     with table.open(newline="") as file:
         read = list(csv.DictReader(file))
-    assert [row["paradigm"] for row in read] == ["", "a", "b", "", "c"]
+    assert [row["paradigm"] for row in read] == ["", "a", "b, c", "", "d"]
     shares = {row["paradigm"]: float(row["accuracy"]) for row in read if row["paradigm"]}
     assert shares == {name: part["accuracy"] for name, part in result["paradigms"].items()}
 
@@ -229,9 +232,9 @@ def test_the_mapping_of_training_is_used(learned: dict[str, Path]) -> None:
     ("content", "words"),
     [
         ("", "holds no pairs"),
-        ('{"sentence_good": "a"}\n', "line 1: it must be JSON with two texts"),
-        (as_line("a b", " "), "line 1: it must be JSON with two texts"),
-        (as_line("a", "b") + "[1]\n", "line 2: it must be JSON with two texts"),
+        ('{"sentence_good": "a"}\n', "line 1: not JSON with two texts"),
+        (as_line("a b", " "), "line 1: not JSON with two texts"),
+        (as_line("a", "b") + "[1]\n", "line 2: not JSON with two texts"),
         (as_line("a", "b" * 3).encode() + b"\xff", "cannot be read"),
     ],
 )
@@ -243,6 +246,12 @@ def test_bad_files(content: str | bytes, words: str, tmp_path: Path) -> None:
             read_pairs(path)
     with pytest.raises(BadInput, match="does not exist"):
         read_pairs(tmp_path / "none.zip")
+
+
+def test_a_file_with_a_byte_order_mark_and_a_line_separator(tmp_path: Path) -> None:
+    line = json.dumps({"sentence_good": "a\u2028b", "sentence_bad": "c"}, ensure_ascii=False)
+    (tmp_path / "some.jsonl").write_bytes(f"\ufeff{line}\r\n\r\n{line}".encode())
+    assert read_pairs(tmp_path) == [Pair("a\u2028b", "c", "some", "some")] * 2
 
 
 def test_sentences_that_do_not_fit(

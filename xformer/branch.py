@@ -2,7 +2,8 @@
 schedule.
 
 With optim.schedule=wsd the rate of a step before the decay does not depend on the length of the
-run. So one long run gives the beginning of many shorter ones, which only repeat its decay.
+run. So one long run is the beginning of many shorter ones, and each of these trains only its own
+decay.
 """
 
 from __future__ import annotations
@@ -12,22 +13,21 @@ from pathlib import Path
 from xformer import checkpoint as checkpoints
 from xformer.config import validate
 from xformer.data.errors import BadInput
-from xformer.data.files import read_json
 from xformer.monitor import Monitor
 from xformer.prepare import Setup, identity_of, stable_phase
 from xformer.recipe import Recipe
 from xformer.run import FREE, State, completed, differences, is_run, read_config
 
-# settings in which a branch may differ from the other run, besides FREE: they do not change a step
-# before the decay
+# A branch may differ from the other run in these settings and in FREE, because they do not change a
+# step before the decay.
 LATE = {f"train.{name}" for name in ("steps", "epochs", "select", "metric", "patience")}
 LATE |= {"train.branch_from", "optim.decay"}
 
 
 def check_branch(setup: Setup) -> None:
-    """Raise BadInput unless the run can branch from the checkpoint of `train.branch_from`: unless
-    all its earlier steps would be those of the other run. Checks nothing if the run has a
-    checkpoint of its own."""
+    """Raise BadInput unless the run can branch from the checkpoint of `train.branch_from`. It can
+    if it would take the same steps up to there as the other run. Does nothing without
+    `train.branch_from`, or if the run has a checkpoint of its own."""
     recipe, given = setup.recipe, f"train.branch_from={setup.recipe.train.branch_from}"
     begun = any((Path(recipe.run) / "checkpoints").glob("step_*")) and not recipe.overwrite
     if not recipe.train.branch_from or begun:
@@ -51,8 +51,14 @@ def check_branch(setup: Setup) -> None:
         raise BadInput(f"{given} was made with other settings: {'; '.join(others)[:300]}")
     if recipe.optim.schedule != "wsd":
         raise BadInput(f"{given}: a branch needs optim.schedule=wsd, also in the run it comes from")
-    state = State(**read_json(path / "state.json"))
+    state = State.read(path)
     made = validate(Recipe, {**old["config"], "data": recipe.data, "model": {}})
+    if bool(made.train.steps) != bool(recipe.train.steps):
+        other, this = ("steps" if each.train.steps else "epochs" for each in (made, recipe))
+        raise BadInput(
+            f"{given}: that run counts train.{other}, but this one train.{this}; count both alike "
+            "(with train.steps=0 a run counts train.epochs)"
+        )
     phases = [stable_phase(each) for each in (setup.with_length_of(made), setup)]
     done, _ = setup.progress(state.step, state.position)
     if phases[0][0] != phases[1][0]:
@@ -66,6 +72,6 @@ def check_branch(setup: Setup) -> None:
 
 
 def start_branch(state: State, path: str, monitor: Monitor) -> None:
-    """Say where a branch begins. Its best validation has yet to come."""
+    """Forget the best validation of the other run, and say where the branch begins."""
     state.best_step, state.best_scores, state.worse = 0, {}, 0
     monitor.say(f"branching from {path} at step {state.step}")

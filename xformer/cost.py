@@ -12,8 +12,6 @@ reads.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 
 from xformer.data.batch import Workload
@@ -42,17 +40,15 @@ PEAKS = (
 )
 
 
-def parameters(
-    config: ModelConfig, task: Task | None = None, parts: Collection[str] = ()
-) -> dict[str, int]:
-    """The number of parameters of each part of the model. Shared parameters are counted once. The
-    arguments are those of `Model`.
+def parameters(config: ModelConfig, task: Task | None = None) -> dict[str, int]:
+    """The number of parameters of each part of a model with the heads of a task. Shared parameters
+    are counted once.
 
     The parts are word embeddings, other embeddings, attention, feed-forward, norms, final norm,
     convolutions and heads. A part that a model lacks has no entry.
     """
     with torch.device("meta"):
-        model = Model(config, task, parts)
+        model = Model(config, task)
     counts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         part = _part(name)

@@ -28,8 +28,8 @@ from xformer.parallel import processes
 from xformer.parallel.processes import SystemConfig
 from xformer.texts import Pooling, check_pooling
 
-# A function that reads the texts of a file. Arguments: file, column or None. It is in preprocess/,
-# which this module may not import.
+# A function that reads the texts of a file; its arguments are the file, and a column or None. The
+# command passes one of preprocess/, which this module may not import.
 ReadTexts = Callable[[Path, str | None], list[str]]
 FORMATS = (".npy", ".h5", ".tsv")
 

@@ -7,10 +7,12 @@ if __name__ == "__main__":  # `python -m xformer.evaluate`: before torch is impo
 
     as_command("evaluate")
 
+import csv
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -291,13 +293,15 @@ def _score_pairs(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     say(f"blimp accuracy {scores.accuracy:.4f} ({len(pairs):,} pairs{ties})")
     if config.out and config.out.lower().endswith(".csv"):
         rows = [("phenomenon", "paradigm", "pairs", "accuracy"), *table]
-        text = "".join(",".join(map(str, row)) + "\n" for row in rows)
-        write_text(Path(config.out), text)
+        text = StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        write_text(Path(config.out), text.getvalue())
     elif config.out:
         result = {
             "checkpoint": name,
             "blimp": config.blimp,
             "pll": config.pll,
+            "tokenizer": config.tokenizer,
             "precision": precision,
         }
         write_text(Path(config.out), json.dumps(result | scores.summary(), indent=1) + "\n")

@@ -48,8 +48,8 @@ def freeze(model: nn.Module, trained: set[str]) -> None:
 
 
 def describe_frozen(checkpoint: Checkpoint, trained: set[str], fresh: Sequence[str]) -> list[str]:
-    """Lines that say how much is trained, and which `fresh` weights stay frozen; [] if all weights
-    are trained."""
+    """Lines that say how many parameters are trained, and which parts are frozen although their
+    weights are `fresh`; [] if all weights are trained."""
     sizes = {name: weight.numel() for name, weight in checkpoint.weights.items()}
     if len(trained) == len(sizes):
         return []
@@ -66,11 +66,12 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _beginnings(name: str, whole: bool = False) -> list[str]:
     """The beginnings of a name up to each dot: "mlm_head" and "mlm_head.bias" for "mlm_head.bias".
-    "encoder." is removed; with `whole`, the beginnings that include it are returned too."""
+    A leading "encoder." is removed first. With `whole`, the beginnings with it are returned too."""
     names = [name.removeprefix("encoder."), *([name] if whole else [])]
     return [b for each in names for b in accumulate(each.split("."), lambda a, b: f"{a}.{b}")]
 
 
 def _parts(checkpoint: Checkpoint) -> str:
+    """The end of a message: the shortest beginnings, for a pattern that is near no name."""
     parts = dict.fromkeys(_beginnings(name)[0] for name in checkpoint.weights)
     return f"; there are {', '.join(parts)}"

@@ -23,6 +23,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +43,8 @@ from xformer.parallel.processes import Ranks
 from xformer.tasks.task import Model, check_finite, to_device
 
 PLL = Literal["word-l2r", "original"]
-# The paper counts the two paradigms of this term, which its files name, as argument structure.
+# BLiMP's files call the phenomenon of two paradigms s-selection; its paper counts them as argument
+# structure.
 RENAMED = {"s-selection": "argument_structure"}
 Accuracies = dict[str, dict[str, float]]  # name -> {"pairs": ..., "accuracy": ...}
 
@@ -77,7 +79,8 @@ class PairScores:
 
     @property
     def accuracy(self) -> float:
-        """The share of correct pairs. In BLiMP it is also the mean over paradigms."""
+        """The share of correct pairs. If all paradigms have equally many pairs, as in BLiMP, it is
+        also the mean over paradigms."""
         return float(self.correct.mean())
 
     def by(self, what: Literal["phenomenon", "paradigm"]) -> Accuracies:
@@ -90,15 +93,16 @@ class PairScores:
         }
 
     def table(self) -> list[tuple[str, str, int, float]]:
-        """Rows (phenomenon, paradigm, pairs, accuracy): each phenomenon with an empty paradigm, and
-        then its paradigms."""
-        of = {pair.paradigm: pair.phenomenon for pair in self.pairs}
-        paradigms, rows = self.by("paradigm"), []
+        """Rows (phenomenon, paradigm, pairs, accuracy). Each phenomenon has a row with an empty
+        paradigm, followed by the rows of its paradigms."""
+        rows = []
         for phenomenon, whole in self.by("phenomenon").items():
             rows.append((phenomenon, "", int(whole["pairs"]), whole["accuracy"]))
-            for name, part in paradigms.items():
-                if of[name] == phenomenon:
-                    rows.append((phenomenon, name, int(part["pairs"]), part["accuracy"]))
+            inside = [i for i, pair in enumerate(self.pairs) if pair.phenomenon == phenomenon]
+            pairs = [self.pairs[i] for i in inside]
+            of_phenomenon = PairScores(pairs, self.good[inside], self.bad[inside])
+            for name, part in of_phenomenon.by("paradigm").items():
+                rows.append((phenomenon, name, int(part["pairs"]), part["accuracy"]))
         return rows
 
     def summary(self) -> dict[str, Any]:
@@ -127,54 +131,57 @@ class PairScores:
 # -------------------------------------------------------------------------------------- reading
 
 
-def read_pairs(path: Path, rows: int = 0) -> list[Pair]:
-    """The pairs of a zip archive, of a directory, or of a single file of JSON lines (.jsonl). With
-    `rows`, only the first pairs of each paradigm.
+def read_pairs(path: Path, per_paradigm: int = 0) -> list[Pair]:
+    """The pairs of a file of JSON lines, or of all such files (.jsonl) in a directory or a zip
+    archive. With `per_paradigm`, only the first pairs of each paradigm, this many.
 
-    Raises BadInput that names the file and the line if something else is there.
+    Raises BadInput if a file cannot be read, if a line is not a pair, or if there are no pairs.
     """
     pairs: list[Pair] = []
     seen: Counter[str] = Counter()
     for name, text in _files(path):
-        for number, line in enumerate(text.splitlines(), 1):
+        # not `splitlines`, because a text may contain the Unicode line separator U+2028
+        for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 pair = _pair(line, Path(name).stem, f"{name}, line {number}")
                 seen[pair.paradigm] += 1
-                if not rows or seen[pair.paradigm] <= rows:
+                if not per_paradigm or seen[pair.paradigm] <= per_paradigm:
                     pairs.append(pair)
     if not pairs:
-        raise BadInput(f"blimp={path} holds no pairs; give a zip archive or a directory of .jsonl")
+        raise BadInput(
+            f"{path} holds no pairs; give a .jsonl file, or a directory or zip archive of them"
+        )
     return pairs
 
 
 def _files(path: Path) -> Iterator[tuple[str, str]]:
-    """The name and the content of each file of pairs, sorted by name."""
+    """Yield the name and the content of each file of pairs, sorted by name."""
     try:
         if path.is_dir():
             for file in sorted(path.glob("*.jsonl")):
-                yield str(file), file.read_text(encoding="utf-8")
+                yield str(file), file.read_text(encoding="utf-8-sig")
         elif zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 inside = [name for name in archive.namelist() if name.endswith(".jsonl")]
                 for name in sorted(name for name in inside if not name.startswith("__MACOSX")):
-                    yield f"{path}/{name}", archive.read(name).decode()
+                    yield f"{path}/{name}", archive.read(name).decode("utf-8-sig")
         else:
-            yield str(path), path.read_text(encoding="utf-8")
+            yield str(path), path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise BadInput(f"blimp={path} does not exist") from None
+        raise BadInput(f"{path} does not exist") from None
     except (UnicodeDecodeError, zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
-        raise BadInput(f"blimp={path} cannot be read: {error}") from None
+        raise BadInput(f"{path} cannot be read: {error}") from None
 
 
 def _pair(line: str, paradigm: str, where: str) -> Pair:
-    """The pair of one line. The name of its file is its paradigm, unless the line names one."""
+    """The pair in a line of a file. `paradigm` is its paradigm if the line names none."""
     try:
         value = json.loads(line)
         good, bad = value["sentence_good"], value["sentence_bad"]
     except (ValueError, RecursionError, KeyError, TypeError):
         good = bad = None
     if not (isinstance(good, str) and isinstance(bad, str) and good.strip() and bad.strip()):
-        raise BadInput(f"{where}: it must be JSON with two texts, sentence_good and sentence_bad")
+        raise BadInput(f"{where}: not JSON with two texts, sentence_good and sentence_bad")
     paradigm = str(value.get("UID", paradigm))
     phenomenon = str(value.get("linguistics_term", paradigm))
     return Pair(good, bad, paradigm, RENAMED.get(phenomenon, phenomenon))
@@ -191,9 +198,10 @@ def score_pairs(
     precision: str,
     tokenizer: Tokenizer | None = None,
 ) -> PairScores:
-    """The scores of both sentences of each pair. `tokenizer` is explained in `sentences_of`.
+    """The scores of both sentences of each pair. If a `tokenizer` is given, its ids are used as
+    the model's ids.
 
-    Raises BadInput if the checkpoint cannot score these sentences.
+    Raises BadInput, as `sentences_of` does, if the checkpoint cannot score these sentences.
     """
     texts = [text for pair in pairs for text in (pair.good, pair.bad)]
     blocks, place = sentences_of(checkpoint, texts, pll, tokenizer)
@@ -215,14 +223,14 @@ class Sentences:
 
     @property
     def copies(self) -> int:
-        """The number of masked copies: one for each token that is predicted."""
+        """The number of masked copies: each token of each sentence is predicted from one."""
         return int(self.words.size)
 
-    def masked(self, copies: np.ndarray) -> Batch[np.ndarray]:
-        """The batch of the masked copies with these numbers (N,), sentence by sentence and from
-        left to right. Its `places` are the tokens to predict, one in each copy."""
-        (_, L), N = self.words.shape, len(copies)
-        sentence, target = copies // L, copies % L  # (N,)
+    def masked(self, numbers: np.ndarray) -> Batch[np.ndarray]:
+        """A batch of the masked copies with these numbers (N,). In copy L s + i of sentence s,
+        token i is masked. The `places` of the batch are these tokens, one in each copy."""
+        (_, L), N = self.words.shape, len(numbers)
+        sentence, target = numbers // L, numbers % L  # (N,)
         tokens, words = self.tokens[sentence], self.words[sentence]  # copies of these rows
         first = target[:, None]  # (N, 1)
         same_word = words == np.take_along_axis(words, first, 1)
@@ -241,10 +249,10 @@ class Sentences:
 
 
 def sentences_of(
-    checkpoint: Checkpoint, texts: Sequence[str], pll: PLL, tokenizer: Tokenizer | None = None
+    checkpoint: Checkpoint, texts: Sequence[str], pll: PLL, tokenizer: Tokenizer | None
 ) -> tuple[list[Sentences], np.ndarray]:
-    """The different sentences among the texts as blocks, shortest first, and for each text the
-    number of its sentence among all of them, (number of texts,).
+    """Encode texts. Returns blocks of different sentences, the shortest first, and for each text
+    the number of its sentence, (number of texts,). Sentences are numbered through all blocks.
 
     The ids of `tokenizer` are used as the model's ids. Without it, texts are read as in training.
     Raises BadInput if the checkpoint has no MLM head, if a sentence is too long, if most tokens are
@@ -263,21 +271,17 @@ def sentences_of(
             f"the tokenizer has {len(reads):,} pieces, more than the model's "
             f"{checkpoint.config.vocab_size:,}; give one that has at most as many"
         )
-    numbers: dict[tuple[bytes, bytes], int] = {}  # of the different sentences
-    place = [numbers.setdefault((i.tobytes(), w.tobytes()), len(numbers)) for i, w in encoded]
-    _, first = np.unique(place, return_index=True)
-    lengths = np.array([len(encoded[text][0]) for text in first])
-    order = np.argsort(lengths, kind="stable")
+    keys = [(ids.tobytes(), words.tobytes()) for ids, words in encoded]
+    different = dict(zip(keys, encoded, strict=True))
+    ordered = sorted(different, key=lambda key: len(different[key][0]))
+    number = {key: i for i, key in enumerate(ordered)}
     special, blocks = checkpoint.tokenizer.special, []
-    for length in np.unique(lengths):
-        rows = [encoded[first[number]] for number in order if lengths[number] == length]
-        ids, words = (np.stack(column).astype(np.int32) for column in zip(*rows, strict=True))
-        ends = [np.full((len(rows), 1), special[name], np.int32) for name in ("cls", "sep")]
-        tokens = np.concatenate([ends[0], ids, ends[1]], 1)
+    for _, block in groupby((different[key] for key in ordered), lambda pair: len(pair[0])):
+        ids, words = (np.stack(column).astype(np.int32) for column in zip(*block, strict=True))
+        cls, sep = (np.full((len(ids), 1), special[name], np.int32) for name in ("cls", "sep"))
+        tokens = np.concatenate([cls, ids, sep], 1)
         blocks.append(Sentences(tokens, words, special["mask"]))
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    return blocks, rank[np.array(place)]
+    return blocks, np.array([number[key] for key in keys])
 
 
 def _encoded(
@@ -313,6 +317,7 @@ def _check_known(tokenizer: Tokenizer, encoded: Sequence[np.ndarray]) -> None:
 def _check_lengths(
     checkpoint: Checkpoint, texts: Sequence[str], encoded: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> None:
+    """Raise BadInput if a sentence has no tokens, or more than the model takes."""
     lengths = np.array([len(ids) for ids, _ in encoded])
     longest, most = int(lengths.argmax()), checkpoint.config.max_positions
     if not lengths.min():
@@ -337,7 +342,8 @@ def pseudo_log_likelihoods(
     model = checkpoint.model().to(ranks.device)
     ends = np.cumsum([0, *(block.copies for block in blocks)])
     total = int(ends[-1])
-    chances = torch.zeros(total, dtype=torch.float64, device=ranks.device)  # 0: other ranks' parts
+    # of the true token of each masked copy; 0 for the copies that other ranks compute
+    log_probabilities = torch.zeros(total, dtype=torch.float64, device=ranks.device)
     parts = [
         (begin + first, block, np.arange(first, min(first + step, block.copies)))
         for begin, block in zip(ends[:-1].tolist(), blocks, strict=True)
@@ -353,10 +359,10 @@ def pseudo_log_likelihoods(
     masked = sum(len(copies) for _, _, copies in mine)
     with Progress("scoring pairs", masked, "masked tokens", active=ranks.rank == 0) as progress:
         for begin, batch in made_ahead(batches, mine, ranks.device):
-            chance = _log_probabilities(model, batch, ranks, precision)
-            chances[begin : begin + len(chance)] = chance.double()
-            progress.advance(len(chance))
-    every = ranks.sum(chances).cpu().numpy()
+            part = _log_probabilities(model, batch, ranks, precision)
+            log_probabilities[begin : begin + len(part)] = part.double()
+            progress.advance(len(part))
+    every = ranks.sum(log_probabilities).cpu().numpy()
     lengths = np.concatenate([np.full(len(b.words), b.words.shape[1]) for b in blocks])
     scores = np.add.reduceat(every, np.cumsum(lengths) - lengths)
     check_finite(scores, "the scores of the sentences")

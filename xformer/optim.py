@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from xformer.config import Settings, follows
 from xformer.data.errors import BadInput
 
-# the moments that each optimizer keeps; the optimizers are those of Kao & Lee 2021, appendix A
+# the moments that each optimizer keeps; all but muon are those of Kao & Lee 2021, appendix A
 MOMENTS = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),
@@ -29,12 +29,12 @@ MOMENTS = {
     "novograd": ("exp_avg", "exp_avg_sq"),
     "muon": ("exp_avg", "exp_avg_sq"),  # of the weights that it leaves to AdamW
 }
-BUFFER = "momentum_buffer"  # the only moment of a matrix of Muon
-# defaults of one optimizer alone: with Adam, an L2 term as large as AdamW's decay ruins training,
-# and NovoGrad's authors never use Adam's betas
+BUFFER = "momentum_buffer"  # the only moment of a matrix that Muon trains
+# Defaults that differ between optimizers: with Adam, an L2 term as large as AdamW's decay ruins
+# training, and NovoGrad's authors never use Adam's betas.
 DECAYS = {"adamw": 0.01, "muon": 0.01}
 BETAS = {"novograd": (0.95, 0.98)}
-LAYERS = "encoder.layers."  # where the names of the matrices for Muon begin
+LAYERS = "encoder.layers."  # Muon trains the matrices whose names begin so
 PIECE = 2**18  # elements per norm on the CPU, where one fp32 sum over millions is off by 5e-4
 
 
@@ -61,8 +61,9 @@ class OptimConfig(Settings):
     gradient itself (an L2 term), which is far stronger than AdamW's decay at the same value."""
     schedule: Literal["linear", "cosine", "constant", "wsd"] = "linear"
     """How the rate falls after the warm-up: linearly to 0, along half a cosine to 0, or not at all.
-    wsd (warm-up, stable, decay): not at all until optim.decay, then linearly to 0. Its stable phase
-    does not depend on the length of the run; see train.branch_from."""
+    wsd (warm-up, stable, decay): it stays until the last optim.decay of the run, then falls
+    linearly to 0. The rates before the decay do not depend on the length of the run; see
+    train.branch_from."""
     decay: float = Field(0.2, gt=0)
     """With schedule=wsd: length of the decay in steps, or, below 1, as a share of the run."""
     warmup: float = Field(0.0, ge=0)
@@ -94,8 +95,8 @@ def learning_rate(
     after this step.
 
     `warmup` is a share too. The rate rises linearly, and the step that ends the warm-up has the
-    full rate. With schedule=wsd all numbers are steps or samples instead of shares: the length of
-    the run is `whole`, and of the decay at its end `decay`.
+    full rate. With schedule=wsd all numbers are in steps or samples instead: `whole` is the length
+    of the run, and `decay` is the length of the decay at its end.
     """
     if after <= warmup:
         return config.lr * after / warmup
@@ -137,7 +138,8 @@ class NovoGrad(Optimizer):
 
 
 class MuonAndAdamW(Optimizer):
-    """torch.optim.Muon for the groups with `matrices`, and torch.optim.AdamW for the others.
+    """torch.optim.Muon for the last group if it has the key `matrices`, and torch.optim.AdamW for
+    the others.
 
     Muon sees the query, key and value weights as three matrices, although they are stored as one.
     """
@@ -253,7 +255,7 @@ def clip_and_step(
     lr: float,
     count: Tensor,
     norm: Tensor,
-    clip: float = 0.0,
+    clip: float,
     drop: Tensor | None = None,
 ) -> None:
     """Divide the gradient by `count`, clip it to the norm `clip` (0: do not clip), and take a step.

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     TaskName = str
 else:
     TaskName = Literal[tuple(TASKS)]
-# Fields that were added after the first results. Runs of earlier versions have their defaults. They
-# enter the key of a study's run only if they differ from these, so that earlier results keep their
-# keys. Add each new field here.
+# Fields that were added after the first results. A run of an earlier version counts as having their
+# defaults. Such a field enters the key of a study's run only if it differs from its default, so
+# earlier results keep their keys. Add each new field here.
 LATER = (
     "loss",
     "mixture",
@@ -114,9 +114,9 @@ class MixtureConfig(Settings):
     """The weights at the end of the run. They change linearly from mixture.weights. Such a run
     cannot be made longer. Empty: the weights stay."""
     temperature: float = Field(0.0, ge=0)
-    """Instead of weights: each store gives rows in proportion to (its number of rows) to the power
-    1/temperature. 1 keeps the proportions of the stores, and a higher number makes them more
-    equal. 0 turns this off."""
+    """Instead of weights: the weight of a store is its number of rows to the power 1/temperature. 1
+    keeps the proportions of the stores, and a higher number makes them more equal. 0 turns this
+    off."""
 
     @property
     def given(self) -> bool:
@@ -138,7 +138,7 @@ class MixtureConfig(Settings):
         return self
 
     def check(self, stores: int) -> None:
-        """Raise ValueError unless there is a weight for each of the stores."""
+        """Raise ValueError if there is only one store, or if there is not a weight for each."""
         if self.given and stores < 2:
             raise ValueError('mixture needs several stores: give data=["A", "B"]')
         for name in ("weights", "final"):
@@ -243,7 +243,8 @@ class TrainConfig(Settings):
     select: Literal["best", "last"] = "best"
     """The checkpoint that a finished run stands for: the best on validation, or the last."""
     metric: str = ""
-    """The metric that "best" refers to; empty: the loss for MLM, else the store's metric."""
+    """The metric by which validations are compared. Empty: the loss for MLM, else the store's
+    metric."""
     branch_from: str | None = None
     """Begin a new run at this checkpoint of another run, RUN/checkpoints/step_N, with its weights,
     moments and progress. The earlier steps must be those of the other run: both have

@@ -75,7 +75,6 @@ class State:
     position: int = 0  # samples consumed
     best_step: int = 0
     best_scores: dict[str, float] = field(default_factory=dict)
-    last_scores: dict[str, float] = field(default_factory=dict)
     worse: int = 0  # number of validations since the best one
     seconds: float = 0.0
     real_tokens: int = 0
@@ -84,6 +83,15 @@ class State:
     in_a_row: int = 0  # consecutive updates dropped up to now
     statistics: list[float] = field(default_factory=list)  # `Guard.seen`
     since_log: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SINCE_LOG, 0.0))
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> State:
+        """The progress of a run when it wrote this checkpoint."""
+        content = read_json(checkpoint / "state.json")
+        content.pop("last_scores", None)  # written by earlier versions
+        state = cls(**content)
+        state.since_log = dict.fromkeys(SINCE_LOG, 0.0) | state.since_log
+        return state
 
     def advance(self, step: Step) -> None:
         """Count a step."""

@@ -55,7 +55,7 @@ def score(
 
 @torch.no_grad()
 def outputs_of(
-    model: Model, assembler: Assembler, ranks: Ranks, precision: str, what: str = "the outputs"
+    model: Model, assembler: Assembler, ranks: Ranks, precision: str, what: str
 ) -> np.ndarray:
     """A model's outputs for every row of a split (see Task.evaluate). Labels may be missing. Every
     rank computes a part of the outputs and returns all of them.

@@ -70,7 +70,7 @@ class Session:
         settings = setup.recipe.train
         self.rates = rates(setup, setup.length(settings.steps, settings.epochs))
         self.stepped = threading.Event()  # the first step is done, and the store's check may begin
-        # scores on 'valid' by step: of the step that would be selected now, if it was validated
+        # {step: scores on 'valid'} of the step that would be selected now; {} if not validated
         self.validated: dict[int, Scores] = {}
 
     def __enter__(self) -> Session:
@@ -112,7 +112,7 @@ class Session:
 
     @property
     def told(self) -> float:
-        """1 if a signal told this rank to stop, else 0."""
+        """1 if a signal told this rank to stop, else 0; see `Replicas.begin`."""
         return float(bool(self.signals))
 
     def rate(self, step: Step) -> float:
@@ -151,7 +151,8 @@ class Session:
     # ---------------------------------------------------------------------------------- the log
 
     def log(self, rate: float, sums: Tensor) -> None:
-        """Write one line of the log: means over the steps since the last line, if there were any.
+        """Write a line of the log, with means over the steps since the last line. Does nothing if
+        there were none, or none with predictions.
 
         `sums` (4,) holds the summed loss, the number of predictions, how many of them are right,
         and the norm of the newest gradient. This resets `sums` to zero.
@@ -203,8 +204,8 @@ class Session:
                 self._keep(whole, now=self.done or due.stop)
 
     def _keep(self, whole: bool, now: bool) -> None:
-        """Copy the state of the run and write the copy. If not `whole`, copy only the weights. If
-        `now`, return when the copy is written; otherwise it is written in the background."""
+        """Copy the state of the run, or only the weights if not `whole`. Write the copy in the
+        background; if `now`, wait until it is written."""
         self.writer.free()
         self.snapshot.take(whole)
         what = f"{'' if whole else 'trajectory '}checkpoint of step {self.state.step}"
@@ -346,8 +347,8 @@ class Clock:
 
 
 class StopFlag:
-    """Tells all ranks, in the same step, that one of them received a signal to stop. On CUDA this
-    lags two or three steps, so that the host never waits for the device."""
+    """Tells all ranks, in the same step, that one of them received a signal to stop. On CUDA they
+    learn it two or three steps later, so that the host never waits for the device."""
 
     def __init__(self, device: torch.device):
         self.on_cuda = device.type == "cuda"

@@ -28,11 +28,11 @@ GRACE = 7.0  # seconds that an orphaned rank has to write a checkpoint
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call `main` and exit, with status 0 or with the status of an error and a line about it on
-    standard error; several mistakes of a file have a line each.
+    """Call `main` and exit with status 0. After an error, print a line about it on standard error,
+    or a line for each of several mistakes in a file, and exit with its status.
 
-    Under torchrun only rank 0 prints them. Errors other than BadInput, Failure, Interrupted
-    and those of the disk are bugs, and keep their traceback.
+    Under torchrun only rank 0 prints. Errors other than BadInput, Failure, Interrupted and those of
+    the disk are bugs, and keep their traceback.
     """
     end_with_parent()
     share_cores()
@@ -120,6 +120,6 @@ def _adopted(parent: int) -> bool:
         return False
     try:
         command = Path("/proc/1/cmdline").read_bytes()
-    except OSError:  # not Linux
+    except OSError:  # there is no /proc
         return False
     return b"python" not in command and b"torch" not in command

@@ -20,7 +20,7 @@ from xformer.data.tokenizers import Tokenizer, unknown_note
 from xformer.tasks.task import Model, check_finite, row_means, to_device
 
 Pooling = Literal["mean", "first"]
-# what other programs call a pooling
+# the names that other programs have for a pooling
 POOLING_NAMES = {
     "mean": "average avg mean_pooling mean_tokens pooling_mode_mean_tokens",
     "first": "bos cls cls_token first_token pooler pooler_output pooling_mode_cls_token",
@@ -71,9 +71,9 @@ def vectors_of(
     A vector is the mean of the last hidden states of a text, special tokens included ("mean"), or
     the hidden state of its first token ("first"). With `normalize` its Euclidean length is 1.
     Texts are cut to `max_tokens` tokens, special tokens included (default: as many as the model
-    accepts), and a line on standard error says how many were cut. They are sorted by length and
-    computed in packed batches of about `batch_tokens` tokens. If the model reads mapped ids, give
-    the tokenizer of the texts as `source`, and the `mapping` of its ids to the model's.
+    accepts). A line on standard error says how many were cut. Texts of similar length share packed
+    batches of about `batch_tokens` tokens. If the model reads mapped ids, give the tokenizer of the
+    texts as `source`, and the `mapping` of its ids to the model's.
 
     Raises BadInput if an argument is not allowed or the model has no hidden states, and Failure if
     a vector is not finite.
@@ -117,7 +117,8 @@ def check_arguments(model: Model, pooling: str, max_tokens: int | None, batch_to
 
 
 def check_pooling(pooling: object) -> None:
-    """Raise BadInput, with the pooling that other programs call so, unless this is one."""
+    """Raise BadInput unless this is a pooling. If other programs give a pooling this name, the
+    message says ours."""
     if pooling not in list(POOLING_NAMES):
         own = str(pooling).lower().replace("-", "_")
         near = [name for name, others in POOLING_NAMES.items() if own in others.split()]

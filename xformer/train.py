@@ -23,7 +23,6 @@ from xformer.config import flat, load, parse_overrides
 from xformer.data import mapping
 from xformer.data.batch import Batch
 from xformer.data.display import say
-from xformer.data.files import read_json
 from xformer.data.hashing import key
 from xformer.freeze import chosen, freeze
 from xformer.guard import Guard
@@ -39,7 +38,7 @@ from xformer.parallel.replicas import Replicas
 from xformer.predictions import write
 from xformer.prepare import Setup, open_run, prepare
 from xformer.recipe import Recipe
-from xformer.run import SINCE_LOG, Run, State, is_finished, kept_only_weights
+from xformer.run import Run, State, is_finished, kept_only_weights
 from xformer.scoring import Scores, score
 from xformer.session import Session, announce, announce_changes, sync_log
 from xformer.tasks.task import Loss, Model
@@ -62,14 +61,14 @@ def train(
     until: int = 0,
     overrides: Collection[str] | None = None,
 ) -> None:
-    """Run a recipe to its end, or to step `until`, resuming from its newest checkpoint. `ranks` are
-    by default what `processes.start` finds: those of torchrun, or this process alone. `overrides`
-    are the keys that the user typed; see `prepare`.
+    """Run a recipe to its end, or to step `until`. If the run has a checkpoint, resume from the
+    newest. By default `processes.start` gives the `ranks`: those of torchrun, or this process
+    alone. `overrides` are the keys that the user typed; see `prepare`.
 
-    Raises BadInput if the input is wrong, before anything is written. (A split with nothing to
-    score may be noticed only when it is scored.) Raises Interrupted if a signal stops the run,
-    after a checkpoint is written. Raises Failure if the store is damaged, on numerical trouble, or
-    if the last checkpoint cannot be written.
+    Raises BadInput if the input is wrong, before anything is written (except that a split with
+    nothing to score may be noticed only when it is scored). Raises Interrupted if a signal stops
+    the run, after a checkpoint was written. Raises Failure on numerical trouble, if the store is
+    damaged, or if the last checkpoint cannot be written.
     """
     # open everything that the recipe names, and find out how far the run got
     ranks = ranks or processes.start(recipe.system)
@@ -84,8 +83,7 @@ def train(
         return
     newest = ranks.on_rank_zero(lambda: str(run.newest() or "")) or None
     begun = newest or recipe.train.branch_from
-    state = State(**read_json(Path(begun) / "state.json")) if begun else State()
-    state.since_log = dict.fromkeys(SINCE_LOG, 0.0) | state.since_log
+    state = State.read(Path(begun)) if begun else State()
     if setup.done(state) and ranks.on_rank_zero(lambda: is_finished(run.path)):
         _leave(setup, run)
         return
@@ -128,8 +126,8 @@ def train(
 
 
 def _model_and_optimizer(setup: Setup, begun: str | None) -> tuple[Model, torch.optim.Optimizer]:
-    """The model on the device of this rank, ready to train, and its optimizer: those of a
-    checkpoint, or those with which a new run starts."""
+    """The model on the device of this rank, ready to train, and its optimizer. Both have the state
+    of the checkpoint `begun`, or without one the state of a new run."""
     start = checkpoints.load(begun, verified=True) if begun else setup.start
     model = start.model()
     freeze(model, chosen(start, setup.recipe.train.only))
@@ -223,7 +221,6 @@ def run_validation(session: Session, model: Model) -> bool:
         sign = setup.task.metrics[setup.metric]
         before = state.best_scores.get(setup.metric, -math.inf * sign)
         better = sign * scores[setup.metric] > sign * before
-        state.last_scores = scores
         if better:
             state.best_step, state.best_scores, state.worse = state.step, scores, 0
         else:

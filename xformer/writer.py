@@ -15,8 +15,7 @@ class BackgroundWriter:
     """Runs one job at a time in a thread; a context manager.
 
     A job that fails is tried again after a pause, until a newer job replaces it. `failing` is true
-    from the first failure to the next success. The failure and the success are each reported in one
-    line.
+    from the first failure to the next success. Each of these two is reported in one line.
     """
 
     def __init__(self, say: Callable[[str], None]):

@@ -37,7 +37,7 @@ SEGMENT = 2**15  # characters of a document encoded as one text
 _LAST_SPACE = re.compile(r".*\S(?= \S)", re.DOTALL)
 _LAST_MARK = re.compile(rf".*[{MARKS}](?=[{EAST_ASIAN}])", re.DOTALL)
 
-Segments = Iterator[tuple[str, bool]]  # texts, each with: does it end its document?
+Segments = Iterator[tuple[str, bool]]  # (segment, does it end its document?)
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ def read_documents(
 
 
 def files_of_part(paths: Sequence[Path], part: tuple[int, int]) -> list[tuple[Path, int, int]]:
-    """The files in which documents of a part may begin. Each comes with the number of bytes of all
-    files before it, and with this number after it."""
+    """The files in which documents of a part may begin, each as (path, begin, end). `begin` is the
+    number of bytes of all files before it, and `end` is `begin` plus its own size."""
     number, parts = part
     begins = [0, *accumulate(path.stat().st_size for path in paths)]
     return [
@@ -95,6 +95,7 @@ def files_of_part(paths: Sequence[Path], part: tuple[int, int]) -> list[tuple[Pa
 
 
 def _part_at(place: int, total: int, parts: int) -> int:
+    """The number of the part to which the first `place` of `total` bytes reach."""
     return max(1, -(-place * parts // total))
 
 
@@ -108,9 +109,9 @@ def read_part(
     parts, one part after the other, are those of the files in the same order.
 
     The bytes of all files are divided evenly, and a document belongs to the part in which it
-    begins. Its place is the number of bytes that were read when it appeared. Files are read about a
-    megabyte at a time, so the parts are only that exact. A part reads the files that it shares with
-    its neighbours from their beginning, but yields only its own documents.
+    begins. It counts as beginning where reading has arrived when it appears. Files are read about a
+    megabyte at a time, so parts may differ by that much from equal sizes. A file that several parts
+    share is read from its beginning for each of them, but each yields only its own documents.
     """
     total = sum(path.stat().st_size for path in paths)
     for path, begin, end in files_of_part(paths, part):
@@ -157,15 +158,15 @@ def _column(path: Path, name: str, bad: BadRows, advance: Callable[[int], None])
 
 
 def read_pieces(
-    path: Path, advance: Callable[[int], None], bad: BadRows | None = None
+    path: Path, advance: Callable[[int], None], bad: BadRows
 ) -> Iterator[tuple[str, bool]]:
     """Yield (piece, does it end its line?) of a text file. Lines over SEGMENT come in pieces.
 
     `advance` is called with the size of each block read from the disk. A line that is not UTF-8
-    goes to `bad` (default: raises BadInput naming file and line). If the line is long, only the
-    piece that is not UTF-8 is left out.
+    goes to `bad`, or raises BadInput naming file and line if `bad` skips nothing. If the line is
+    long, only the piece that is not UTF-8 is left out.
     """
-    if bad is None or not bad.skip:
+    if not bad.skip:
         yield from _pieces(path, advance, "strict")
         return
     number, inside = 1, False

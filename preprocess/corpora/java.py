@@ -86,9 +86,7 @@ def _unescape(text: str) -> tuple[str, list[int]]:
     return "".join([*parts, text[end:]]), [*places, *range(end, len(text) + 1)]
 
 
-def read_java(
-    path: Path, bad: BadRows, advance: Callable[[int], None] = lambda _: None
-) -> Iterator[str]:
+def read_java(path: Path, bad: BadRows, advance: Callable[[int], None]) -> Iterator[str]:
     """Yield a Java file, without its comments, as one document. Memory holds one file.
 
     A file that is not UTF-8, or leaves a comment or string unclosed, goes to `bad`. `advance`

@@ -19,7 +19,7 @@ _BETWEEN = re.compile(r"[\s,]*")
 
 
 def read_json_texts(
-    path: Path, field: str, bad: BadRows, advance: Callable[[int], None] = lambda _: None
+    path: Path, field: str, bad: BadRows, advance: Callable[[int], None]
 ) -> Iterator[str]:
     """Yield the texts in `field` of every object. Memory holds the longest line, or a whole file of
     one value.

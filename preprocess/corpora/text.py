@@ -76,8 +76,8 @@ def write_text_split(
     max_tokens: int,
     part: tuple[int, int] | None = None,
 ) -> None:
-    """Encode the files' documents, or those of a `part`, into rows of at most `max_tokens` ids, and
-    count their words."""
+    """Encode the documents of files, or only those of a `part`, into rows of at most `max_tokens`
+    ids. Count their words."""
     cutter, cut_words, words = RowCutter(split, max_tokens), CutWords(), 0
     files = paths if part is None else [path for path, *_ in files_of_part(paths, part)]
     total = sum(path.stat().st_size for path in files)
@@ -91,16 +91,17 @@ def write_text_split(
             cutter.add(ids, lengths, ends)
             words += batch_words
     split.words = words - cut_words.count
-    if split.writers["tokens"].length == 0 and part is not None:
+    if split.writers["tokens"].length:
+        return
+    if part is not None:
         raise BadInput(
             f"--part {part[0]}/{part[1]}: no document begins in this part; files are divided about "
             "every megabyte, so give fewer parts"
         )
-    if split.writers["tokens"].length == 0:
-        raise BadInput(
-            f"{inputs.first_names(paths)}: no text found, so {split.directory.name} would "
-            "be empty; give files with text"
-        )
+    raise BadInput(
+        f"{inputs.first_names(paths)}: no text found, so {split.directory.name} would be empty; "
+        "give files with text"
+    )
 
 
 def write_text_store(
@@ -146,7 +147,7 @@ def write_text_store(
 def _record(
     part: tuple[int, int], paths: list[Path], options: TextOptions, made_with: list[Any]
 ) -> dict[str, Any]:
-    """What a store's origin says of a part. Parts of one store have equal `input`."""
+    """What the origin of a part records about it. Parts of the same store have equal `input`."""
     files = [[path.name, path.stat().st_size] for path in paths]
     skip = options.skip and options.skip.pattern
     how = [options.by_line, skip, options.format, options.json_field, options.bad.skip]
@@ -172,8 +173,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=part_number,
         metavar="PART/PARTS",
         help="Write only this part of the store, such as 3/16, so that many jobs can share the "
-        "work. The documents of the split train are divided in their order, about every megabyte "
-        "of the input. The other splits are written with part 1. `join` makes one store of all "
+        "work. The documents of the split train are divided in their order, to within about a "
+        "megabyte of the input. Part 1 also has the other splits. `join` makes one store of all "
         "parts, with the same rows in the same order (default: write the whole store).",
     )
     add_output(parser, "STORE")

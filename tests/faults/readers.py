@@ -440,7 +440,7 @@ def resume(path: Path) -> None:
     """What a continued run reads of itself before its first step."""
     newest = run.Run(path).newest()
     if newest is not None:
-        run.State(**files.read_json(newest / "state.json"))
+        run.State.read(newest)
     identity = {"identity": {"seed": 0, "train": {"steps": 2}}}
     with contextlib.suppress(AttributeError):
         run.Run.open(path, identity, False)._lock.close()  # type: ignore[union-attr]

@@ -168,8 +168,8 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
         raise
 
 
-def load_array(path: Path, mapped: bool = True) -> np.ndarray:
-    """The array of a .npy file, by default memory-mapped. Raises BadInput for any other file."""
+def load_array(path: Path, mapped: bool) -> np.ndarray:
+    """The array of a .npy file, memory-mapped or in memory. Raises BadInput for any other file."""
     try:
         array = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except OSError:

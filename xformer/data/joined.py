@@ -1,5 +1,7 @@
-"""Several stores read as one: the rows of the first, then those of the second, and so on. They are
-given as a list, or `preprocess.py join` has written their paths into a store of its own.
+"""Several stores read as one: the rows of the first, then those of the second, and so on.
+
+The user gives a list of stores, or a joined store, which contains only their paths and was written
+by `preprocess.py join`.
 
 Columns of ids and other ragged columns stay memory-mapped. Offsets and columns with one value for
 each row are joined in memory.
@@ -21,7 +23,8 @@ from xformer.data.store import JoinsOthers, Ragged, Split, Store, open_store
 
 
 class Parts:
-    """Arrays of one dtype that are read as one, without a copy: the values of a joined Ragged."""
+    """Arrays of one dtype that are read as one array, without copying them. A joined Ragged has
+    these as its values."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
         self.arrays, self.dtype = arrays, arrays[0].dtype
@@ -54,13 +57,13 @@ class Parts:
         return int(max(values.max(initial=initial) for values in self.arrays))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """All values in memory, for metrics, which need the labels of a whole split."""
+        """All values in memory. Metrics need the labels of a whole split."""
         return np.concatenate(self.arrays).astype(dtype or self.dtype)
 
 
 class Joined(Store):
-    """Stores of one kind, read as one. By default `path` is that of the first store, and `name`
-    lists them all."""
+    """Stores of one kind, read as one. Without a `path`, it takes that of the first store, and its
+    name lists all stores."""
 
     def __init__(self, stores: Sequence[Store], path: Path | None = None):
         first, self.stores = stores[0], stores
@@ -99,7 +102,8 @@ def open_stores(paths: str | Path | Sequence[str | Path]) -> Store:
 
 
 def _open(path: Path) -> Store:
-    """Open a store, or the stores that `preprocess.py join` joined in it."""
+    """Open a store, or the parts of a joined store. Raises BadInput if a part is missing or has
+    changed."""
     try:
         return open_store(path)
     except JoinsOthers as joined:
@@ -116,7 +120,7 @@ def _open(path: Path) -> Store:
 
 
 def _joined(stores: Sequence[Store], path: Path | None = None) -> Joined:
-    """Stores read as one. Raises BadInput if two hold the same rows, or if they differ in kind."""
+    """Stores read as one. Raises BadInput if two hold the same rows, or are unlike."""
     parts = [part for store in stores for part in store.parts]
     for i, part in enumerate(parts):
         for other in parts[:i]:
@@ -157,7 +161,7 @@ def _columns(store: Store) -> str:
 
 
 def _join(a: Split, b: Split) -> Split:
-    """The rows of one split, then those of another with the same columns."""
+    """The rows of `a`, followed by those of `b`, a split with the same columns."""
     columns = {name: _column(name, a.columns, b.columns) for name in a.columns}
     words = None if a.words is None or b.words is None else a.words + b.words
     return Split(a.name, a.rows + b.rows, a.tokens + b.tokens, columns, words, a.together)
@@ -168,14 +172,15 @@ def _arrays(values: np.ndarray | Parts) -> Sequence[np.ndarray]:
 
 
 def _column(name: str, a: dict[str, Any], b: dict[str, Any]) -> Any:
+    """A column of two joined splits, from the columns `a` and `b` of each."""
     first, second = a[name], b[name]
     if isinstance(first, Ragged):
         values: Any = Parts([*_arrays(first.values), *_arrays(second.values)])
         dtype = np.int32 if len(values) < 2**31 else np.int64
         moved = second.offsets[1:].astype(np.int64) + len(first.values)
         return Ragged(values, np.concatenate([first.offsets, moved]).astype(dtype))
-    if name == "group":  # document, music piece or question: count on from `a`
+    if name == "group":  # the numbers of documents, music pieces or questions go on from `a`
         second = second + (len(a["question.id"]) if "question.id" in a else int(first.max()) + 1)
-    elif name == "question.context":  # numbers of rows of the table `context`
+    elif name == "question.context":  # row numbers in the table `context`
         second = second + len(a["context.text"])
     return np.concatenate([first, second]).astype(first.dtype, copy=False)

@@ -1,5 +1,5 @@
-"""BERT's masking (Devlin et al. 2019, section 3.1) as a function of (seed, epoch, row, position),
-of single tokens or of spans (Joshi et al. 2020, section 3.1).
+"""BERT's masking of single tokens (Devlin et al. 2019, section 3.1), and of spans (Joshi et al.
+2020, section 3.1). What is masked depends only on (seed, epoch, row, position).
 
 T tokens in the batch, N rows, M chosen tokens, V vocabulary, K ordinary pieces.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from xformer.data.hashing import GOLDEN, key, mix
 
 MASK = 3  # distinguishes these keys from those of xformer.data.sampler
-# SpanBERT: a span has at most this many tokens, and ends after each of them with this chance
+# SpanBERT: a span has at most LONGEST tokens, and ends after each of them with the chance STOP
 LONGEST, STOP = 10, 0.2
 
 
@@ -61,10 +61,12 @@ def mask_spans(
     ordinary: np.ndarray,
     probability: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Like `mask`, but choose spans: of 1 to LONGEST tokens, shorter ones more often, 3.8 in the
-    mean. A span begins at each token, or before the row, with such a chance that a token is chosen
-    with `probability`. Spans that touch or overlap count as one. All tokens of a span become the
-    mask (80 %), or each becomes a random token (10 %), or all stay unchanged (10 %)."""
+    """Like `mask`, but choose spans of 1 to LONGEST tokens, 3.8 in the mean; short ones are more
+    frequent. A span may begin at any token. It may also begin up to LONGEST - 1 tokens before the
+    row, because the first tokens would be chosen less often otherwise. The chance that a span
+    begins somewhere is such that each token is chosen with `probability`. Spans that touch or
+    overlap count as one. All tokens of a span become the mask (80 %), or each becomes a random
+    token (10 %), or all stay unchanged (10 %)."""
     ends = np.cumsum(lengths)
     first = ends - lengths  # (N,)
     ahead = np.arange(1, LONGEST, dtype=np.int32)  # a span may begin this many tokens before a row
@@ -72,14 +74,15 @@ def mask_spans(
     reach = _spans(before, probability).reshape(len(lengths), -1) - ahead  # (N, LONGEST - 1)
     spans = _spans(_draws(positions, row_keys, lengths), probability)  # (T,), 0 where none begins
     begins = np.flatnonzero(spans)
-    change = np.zeros(len(tokens) + 1, np.int32)  # how many more spans cover a token than the last
+    # change[t]: the number of spans over token t, minus the number over token t - 1
+    change = np.zeros(len(tokens) + 1, np.int32)
     change[begins] += 1
-    last = np.repeat(ends, lengths)[begins]
-    np.subtract.at(change, np.minimum(begins + spans[begins], last), 1)
+    row_ends = np.repeat(ends, lengths)[begins]
+    np.subtract.at(change, np.minimum(begins + spans[begins], row_ends), 1)
     some = np.flatnonzero(lengths)  # rows may be empty
     np.add.at(change, first[some], 1)
-    cut = np.clip(reach.max(1, initial=0), 0, lengths)
-    np.subtract.at(change, (first + cut)[some], 1)
+    covered = np.clip(reach.max(1, initial=0), 0, lengths)  # by spans that began before the row
+    np.subtract.at(change, (first + covered)[some], 1)
     places = np.flatnonzero((np.cumsum(change[:-1]) > 0) & ~special.take(tokens))  # (M,)
     targets = tokens.take(places)
 
@@ -105,10 +108,11 @@ def _spans(draws: np.ndarray, probability: float) -> np.ndarray:
 
 @lru_cache(2)
 def _limits(probability: float) -> np.ndarray:
+    """The limits of `_spans`, (LONGEST,) uint32, falling."""
     longer = (1 - STOP) ** np.arange(LONGEST)  # the chance that a span has more than k tokens
     longer = (longer - (1 - STOP) ** LONGEST) / (1 - (1 - STOP) ** LONGEST)
     low, high = 0.0, 1.0
-    for _ in range(60):  # bisection for the chance that a span begins at a token
+    for _ in range(60):  # bisection: the chance with which a span must begin at each token
         chance = (low + high) / 2
         chosen = 1 - np.prod(1 - chance * longer)
         low, high = (chance, high) if chosen < probability else (low, chance)

@@ -17,17 +17,17 @@ from xformer.data.sampler import Samples
 
 STORE = 5  # keeps the seeds of the stores apart from other hash keys
 DECK = 1024
-STAGES = 256  # if the weights change, a run has at least this many decks of at least 16 samples
+STAGES = 256  # if the weights change, a run has this many decks, but none under 16 samples
 
 
 class Mixture(Samples):
-    """The endless sequence of samples from stores that have `rows` (K,) examples each.
+    """An endless sequence of samples from K stores. Store i has rows[i] examples.
 
     Store i gives a share weights[i] of the samples. With `final`, the weights change linearly from
     `weights` to `final` over the first `planned` samples, and then stay. Both are divided by their
-    sums. Examples are numbered through all stores in their order. Each store restarts, in a new
-    order, when all its rows (or its `fraction` of them) were read. An epoch of the mixture has as
-    many samples as all stores together have rows.
+    sums. The examples of a store are numbered after those of the stores before it. When all
+    examples of a store (or its `fraction` of them) were read, it starts again in a new order. An
+    epoch of the mixture has as many samples as one pass over every store.
     """
 
     def __init__(
@@ -54,12 +54,13 @@ class Mixture(Samples):
         return sum(store.per_epoch for store in self.stores)
 
     def some(self) -> np.ndarray:
+        """Some example numbers, from which the mean length of a sample is estimated."""
         return self.at(np.arange(min(self.rows, 10_000)))[0]
 
     def at(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The example numbers and epochs, int64, of samples given by number, counted from 0. The
-        epoch is the number of earlier passes over the sample's store. Takes longer if the numbers
-        are far apart."""
+        """The examples and epochs, int64, of the samples with these numbers, counted from 0. The
+        epoch is the number of earlier passes over the sample's store. This takes longer if the
+        numbers are far apart."""
         owners, numbers = self._draw(samples)
         rows, epochs = np.empty_like(numbers), np.empty_like(numbers)
         for i, store in enumerate(self.stores):
@@ -68,16 +69,16 @@ class Mixture(Samples):
         return rows + self.bounds[owners], epochs
 
     def given(self, examples: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """How many of these examples (E,) each store gives, and with how many tokens; (2, K)
-        int64."""
+        """How many of these examples (E,), and how many of their tokens, each store gives: (2, K)
+        int64. `sizes` (E,) are the tokens of each example."""
         owners = self.bounds.searchsorted(examples, "right") - 1
         counts = [np.bincount(owners, weights, len(self.stores)) for weights in (None, sizes)]
         return np.stack(counts).astype(np.int64)
 
     def _plan(self, decks: int) -> None:
-        """Count the samples in the first `decks` decks. `drawn` (decks + 1, K) has how many each
-        store gave before each deck: its ideal number, rounded. A longer plan begins like a shorter
-        one."""
+        """Count the samples in the first `decks` decks. Before deck d, store i has given
+        drawn[d, i] samples, its ideal number, rounded. starts[d] is their sum, the number of the
+        deck's first sample. A longer plan begins like a shorter one."""
         middles = (np.arange(decks) + 0.5) * self.deck
         done = np.minimum(middles / self.planned, 1.0)
         ideal = np.cumsum(self.deck * (self.weights + done[:, None] * self.change), axis=0)
@@ -99,7 +100,7 @@ class Mixture(Samples):
             number = np.arange(drawn[0, i], drawn[-1, i])
             owners.append(np.full_like(number, i))
             numbers.append(number)
-            times.append(deck + (number - drawn[deck, i] + 0.5) / counts[deck])
+            times.append(deck + (number - drawn[deck, i] + 0.5) / counts[deck])  # evenly spread
         order = np.argsort(np.concatenate(times), kind="stable")
         chosen = order[samples - self.starts[begin - 1]]
         return np.concatenate(owners)[chosen], np.concatenate(numbers)[chosen]

@@ -72,7 +72,7 @@ class Samples:
         return None
 
     def at(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The example numbers and epochs, int64, of samples given by number, counted from 0."""
+        """The examples and epochs, int64, of the samples with these numbers, counted from 0."""
         epochs, positions = np.divmod(samples, self.per_epoch)
         rows = np.empty_like(positions)
         for epoch in np.unique(epochs):

@@ -57,8 +57,8 @@ class ModelConfig(Settings):
     window: int = Field(0, ge=0, lt=2**30)
     """Tokens on each side that a token attends to in a layer with a window. 0: no layer has one."""
     global_every: int = Field(1, ge=1)
-    """Every how many layers one attends to the whole row, from the first layer on; the others have
-    a window (ModernBERT: 3)."""
+    """With 3, layers 0, 3, 6, ... attend to the whole row, and the others have a window
+    (ModernBERT). With 1, no layer has a window."""
     first_position: int = Field(0, ge=0, lt=2**31)
     """Index in the position table of a row's first token (RoBERTa: 2)."""
     token_types: int = Field(2, ge=0, lt=2**31)
@@ -79,14 +79,15 @@ class ModelConfig(Settings):
     activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
     """Activation of the feed-forward network and of the MLM head."""
     gated: bool = False
-    """Multiply the activated half of the feed-forward network's inner units by the other half
-    (GeGLU, Shazeer 2020). It has two matrices of width `intermediate` before the activation."""
+    """Gates in the feed-forward network (GeGLU, Shazeer 2020): its first matrix gives two vectors
+    of width `intermediate`, and the first of them, activated, is multiplied by the second."""
     bias: bool = True
     """Biases in the layers, in every LayerNorm, in the pooler and before the decoder (ModernBERT:
     false). The decoder and the other heads always have one."""
     zeroed_token: int | None = Field(None, ge=0)
     """Id of a token whose embedding is replaced by zeros: the mask token of ESM-2. The other
-    embeddings of its row are scaled up for it. By default there is none."""
+    embeddings of a row are multiplied by 0.88 / (their share of the row's tokens). By default there
+    is no such token."""
     pooler: Literal["tanh", "relu", "norm", "none"] = "tanh"
     """Activation of the pooler below a task head (DistilBERT: relu). norm: `activation`, then
     LayerNorm (ModernBERT). Without a pooler (none) heads read the hidden state of the first token

@@ -66,9 +66,10 @@ class AddNorm(Norm):
 
 
 class Embeddings(nn.Module):
-    """The sum of word, position and segment vectors, normalised (also before most pre-LN layers).
+    """The sum of word, position and segment vectors, normalised unless `embedding_norm` is false.
 
-    Embeddings that are narrower than the layers are projected (Lan et al. 2020, section 3.1).
+    If the embeddings are narrower than the layers, they are projected (Lan et al. 2020, section
+    3.1).
     """
 
     def __init__(self, config: ModelConfig):
@@ -88,7 +89,7 @@ class Embeddings(nn.Module):
         """The batch's tokens as vectors, (T, C)."""
         x = self.word(batch.tokens)  # (T, E)
         if self.zeroed is not None:
-            x = x * share_left(batch, self.zeroed)[:, None]
+            x = x * embedding_scale(batch, self.zeroed)[:, None]
         positions = batch.positions + self.first_position  # (T,)
         if self.position is not None:
             x = x + self.position(positions)
@@ -195,8 +196,8 @@ class Encoder(nn.Module):
     ) -> Tensor:
         """The last hidden states, (T, C), or (P, C) for the tokens at `places` (P,).
 
-        With `places`, the last layer computes only these tokens after its attention. With `depth`,
-        the hidden states after this many layers instead; 0 is the output of the embeddings.
+        With `places`, the last layer computes only these tokens after its attention. `depth` asks
+        for the hidden states after this many layers; 0 is the output of the embeddings.
         """
         depth = self.config.layers if depth is None else depth
         count = len(batch.tokens if places is None else places)
@@ -205,7 +206,7 @@ class Encoder(nn.Module):
         batch, places = _padded(batch), None if places is None else pad_rows(places)
         x = self.embeddings(batch)  # (T, C)
         rotations = self._rotations(batch.positions)
-        # in bf16, or nothing in fp32
+        # the weights of each layer, cast to bf16; empty in fp32
         weights = [cast_weights(layer) for layer, _ in zip(self.layers, range(depth), strict=False)]
         for i in range(depth):
             own = i % len(self.layers)  # ALBERT has one layer for all
@@ -246,15 +247,16 @@ def activate(x: Tensor, name: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
-def share_left(batch: Batch[Tensor], zeroed: int) -> Tensor:
-    """The factor of each token's embedding, (T,): 0 for the token `zeroed`, and for others the mean
-    factor in the training of ESM-2 over that of their row (Lin et al. 2023, public code)."""
+def embedding_scale(batch: Batch[Tensor], zeroed: int) -> Tensor:
+    """The factor of each token's embedding, (T,): 0 for the token `zeroed`. The others share one
+    factor in a row, which keeps the sum of the row's factors at 0.88 of its length, the mean in the
+    training of ESM-2 (Lin et al. 2023, public code)."""
     ends, token = batch.cu_seqlens, torch.arange(len(batch.tokens), device=batch.tokens.device)
     kept = batch.tokens != zeroed
     before = F.pad(kept.cumsum(0), (1, 0)).index_select(0, ends)  # (N + 1,)
-    mean = before.diff() / ends.diff().clamp(min=1)  # (N,)
+    share = before.diff() / ends.diff().clamp(min=1)  # (N,)
     row = torch.searchsorted(ends[1:], token, right=True).clamp(max=len(ends) - 2)
-    return torch.where(kept, (1 - MASKED) / mean.index_select(0, row), 0.0)
+    return torch.where(kept, (1 - MASKED) / share.index_select(0, row), 0.0)
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:

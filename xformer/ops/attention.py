@@ -20,7 +20,6 @@ from xformer.ops import dropout as dropouts
 from xformer.ops import native
 from xformer.ops.library import define, differentiate, named
 
-SINGLE = torch.float32
 SIMILAR = 16  # tokens; neighbouring sequences with equal length // SIMILAR are padded together
 
 
@@ -181,11 +180,11 @@ def check_kernels(device: torch.device) -> str:
     """Compare the two kernels below, which are private operations of PyTorch, with `plain`.
 
     A kernel that fails or differs is not used in this process. Returns a sentence that says so, or
-    "" if both agree. It runs on a tiny batch, once at the start of a command.
+    "" if both agree. This takes a tiny batch, and runs once at the start of a command.
     """
-    kernels = {
+    kernels = {  # name: kernel, type, largest error, windows
         "flash": (_flash, torch.bfloat16, 5e-2, (0, 2)),
-        "efficient": (_efficient, SINGLE, 1e-4, (0,)),
+        "efficient": (_efficient, torch.float32, 1e-4, (0,)),
     }
     problems = []
     for name, (kernel, dtype, bound, windows) in kernels.items():
@@ -209,13 +208,13 @@ def check_kernels(device: torch.device) -> str:
 def _with_gradient(way: Callable[..., Tensor], qkv: Tensor, layout: Layout) -> Tensor:
     """The output and the gradient of its squared sum, as one fp32 vector."""
     qkv = qkv.clone().requires_grad_()
-    out = way(qkv, layout, 0.0)
+    out = way(qkv, layout)
     out.float().square().sum().backward()
     assert qkv.grad is not None
     return torch.cat([out.detach().float().flatten(), qkv.grad.float().flatten()])
 
 
-def _flash(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
+def _flash(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
     """FlashAttention-2 (Dao 2023), as PyTorch ships it: for 16 bits and heads of at most 256."""
     D = qkv.size(3)
     q, k, v = _padded(qkv, 8).unbind(1)  # (T, H, D) each
@@ -228,14 +227,13 @@ def _flash(qkv: Tensor, layout: Layout, dropout: float) -> Tensor:
     return out if out.size(2) == D else out.narrow(2, 0, D)  # a view adds a backward kernel
 
 
-def _efficient(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
+def _efficient(qkv: Tensor, layout: Layout) -> Tensor:
     """Memory-efficient attention (Rabe & Staats 2021), as PyTorch ships it: for fp32.
 
-    It is not used with a window: its own windows end at the query.
-    It is not used with dropout: on packed sequences its forward and backward passes number the
-    random draws differently (pytorch issue 115590), so that their masks would differ.
+    It is not used with a window, because its own windows end at the query. It is not used with
+    dropout, because on packed sequences its forward and backward passes number the random draws
+    differently (pytorch issue 115590), so that their masks would differ.
     """
-    assert dropout == 0.0
     D = qkv.size(3)
     q, k, v = _padded(qkv, 4).unsqueeze(0).unbind(2)  # (1, T, H, D) each
     # q is scaled here, because PyTorch 2.13 cannot trace the backward pass of a call with `scale`
