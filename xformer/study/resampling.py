@@ -15,9 +15,10 @@ from zlib import crc32
 import numpy as np
 
 from xformer.config import flat
+from xformer.data.files import read_run_json
 from xformer.predictions import FOLDER, read
-from xformer.study.claims import sides, tested
-from xformer.study.plan import Job
+from xformer.study.claims import Verdict, published_difference, sides
+from xformer.study.plan import Job, Plan
 from xformer.study.results import Replicate, Results, mean_of
 from xformer.study.spec import SEED, Levels, ScoreTable, Study
 from xformer.study.statistics import (
@@ -32,6 +33,7 @@ from xformer.study.statistics import (
 )
 
 ENOUGH = 3  # seeds that a multi-bootstrap needs
+FEW = f"fewer than {ENOUGH} seeds"  # why there is none
 EXAMPLES = "test examples"  # a source of variance besides the factors of a study
 
 
@@ -99,6 +101,18 @@ class Shares(Results):
         means = multibootstrap(np.array(scores), seed_draws(len(seeds)))
         return Bootstrap(interval(means), two_sided(means, margin))
 
+    def lacking(self, seeds: Sequence[np.ndarray]) -> str:
+        """Why some sums have no multi-bootstrap, in words."""
+        if len(seeds) < ENOUGH:
+            return FEW
+        every = [self.sources[i] for shares in seeds for i in map(int, np.flatnonzero(shares))]
+        for job, split, metric in ((s.job, s.split, s.metric) for s in every):
+            if not (job.path / FOLDER / f"{split}.npz").is_file():
+                return f"no predictions of {split} are kept"
+            if self._drawn.get(self._place[job.key, split, metric]) is None:
+                return f"{metric} is not computed for resampled examples"
+        return ""
+
     def resampled(self, shares: np.ndarray) -> np.ndarray | None:
         """A sum of scores under resampled test examples, (B,); None if some predictions lack."""
         total = np.zeros(RESAMPLES)
@@ -126,25 +140,47 @@ def _resampled(source: Source) -> np.ndarray | None:
     return rescored(weighted.score, weighted.examples, seed)
 
 
-def claim_records(results: Results) -> list[dict[str, Any]]:
-    """What docs/verify.py needs to compute each part of each claim again: for each seed the terms
-    of its difference, and the numbers that come out."""
-    shares, records = Shares(results), []
-    for verdict in tested(results):
-        for level, difference, _ in verdict.parts:
-            pairs = shares.pairs(verdict.table, *sides(verdict.claim, level))
+def claim_records(shares: Shares, every: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """A record of each part of each claim, for the overview of a report and of docs/findings.md.
+    For each seed it has the terms of the difference, so that docs/verify.py can compute the numbers
+    again."""
+    records = []
+    for verdict in every:
+        levels = [level for level, *_ in verdict.parts]
+        pairs = [shares.pairs(verdict.table, *sides(verdict.claim, level)) for level in levels]
+        terms = [[shares.terms(pair) for pair in of_part.values()] for of_part in pairs]
+        hours = _hours(shares.plan, {key for part in terms for pair in part for _, key, *_ in pair})
+        for (level, difference, _), of_part in zip(verdict.parts, terms, strict=True):
             records.append(
                 {
-                    "text": ": ".join(filter(None, (verdict.claim.text, level))),
+                    "text": verdict.claim.text,
+                    "part": level,
+                    "verdict": verdict.state,  # of all parts together, as are the hours
+                    "registered": verdict.registered or "exploratory",
                     "tie": verdict.claim.tie,
                     "margin": verdict.margin,
                     "effect": difference.mean,
                     "half": difference.half,
                     "p": difference.p,  # before every correction
-                    "pairs": [shares.terms(pair) for pair in pairs.values()],
+                    "published": published_difference(shares, verdict, level),
+                    "digits": verdict.table.digits,
+                    "hours": hours,
+                    "pairs": of_part,
                 }
             )
     return records
+
+
+def _hours(plan: Plan, keys: set[str]) -> float:
+    """How long some runs took, and the runs that they started from."""
+    left, every = list(keys), dict[str, Job]()
+    while left:
+        job = plan.jobs[left.pop()]
+        if job.key not in every:
+            every[job.key] = job
+            left += job.waits
+    results = [read_run_json(job.proof) for job in every.values() if job.stage and job.done]
+    return sum(float(r.get("seconds", 0)) for r in results if isinstance(r, dict)) / 3600
 
 
 # ------------------------------------------------------------------------- where variance is from

@@ -295,13 +295,14 @@ class Results:
             name,
             tuple(score.job for score in scores),
             sample_of(means) if means else None,
-            self._published(table, row, name) if whole else None,
+            self.published(table, row, name) if whole else None,
             table.show,
             None if is_mean else self._best(scores, table, name),
             0 if is_mean else sum(not score.learnt for score in scores),
         )
 
-    def _published(self, table: ScoreTable, row: str, column: str) -> float | None:
+    def published(self, table: ScoreTable, row: str, column: str) -> float | None:
+        """The paper's number in a cell of a table; None if there is none."""
         if table.published is None:
             return None
         name = self.study.stands_for
