@@ -64,7 +64,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 WIDE = 4  # panels side by side
 SHOWN = 12  # settings in the figure of a sweep
 CLAIMS = "claims.json"  # the numbers of the claims, with their sources
-GLANCE = ("difference", "published difference", "seeds", "hours", "registered")  # of a claim
+# what the overview says of a claim
+GLANCE = ("difference ± 95 % interval", "published difference", "seeds", "hours", "registered")
 DETECTABLE = "difference that its seeds detect (power 0.8)"
 RESAMPLED = "interval over seeds and test examples"
 DIFFERS = ("where we differ", "the paper", "here", "why")  # headers of the table of deviations
