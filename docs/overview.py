@@ -39,7 +39,7 @@ def rows_kept(directory: Path) -> Iterator[tuple[str, ...]]:
     version."""
     for path in sorted(directory.glob(f"*.{CLAIMS}")):
         records = json.loads(path.read_text(encoding="utf-8"))["claims"]
-        if any("verdict" not in record for record in records):
+        if any("shown" not in record for record in records):
             study = path.name.removesuffix(f".{CLAIMS}")
             raise ValueError(f"{path} is of an earlier version; run the study {study} again")
         for text, parts in groupby(records, key=lambda record: record["text"]):

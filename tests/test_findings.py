@@ -12,6 +12,7 @@ from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from helpers import ROOT
@@ -73,15 +74,15 @@ def test_kept_results_are_whole_and_small() -> None:
 
 
 def test_kept_claims_take_the_place_of_printed_ones(tmp_path: Path) -> None:
-    part = {
+    part: dict[str, Any] = {
         "text": "a is better",
         "part": "low",
         "verdict": "holds",
         "registered": "0123abc of 2026",
     }
-    part |= {"effect": 1.23, "half": 0.5, "published": -2, "digits": 1, "hours": 3.21}
+    part |= {"shown": "+1.2 ± 0.5", "published": -2, "digits": 1, "hours": 3.21}
     part |= {"pairs": [[], [], []]}
-    parts = [part, {**part, "part": "high", "effect": 4, "half": None, "published": None}]
+    parts = [part, {**part, "part": "high", "shown": "+4.0", "published": None}]
     path = tmp_path / "huang2021-heads-mini.claims.json"
     path.write_text(json.dumps({"claims": parts}))
     text = script().page(PAGE, tmp_path)
@@ -90,7 +91,7 @@ def test_kept_claims_take_the_place_of_printed_ones(tmp_path: Path) -> None:
     assert first in text
     assert sum("`huang2021-heads-mini`" in line for line in text.splitlines()) == 1
     assert "a head of the last layer costs less than one of layer 2 |" in text  # in its section
-    del part["verdict"]
+    del part["shown"]
     path.write_text(json.dumps({"claims": [part]}))
     with pytest.raises(ValueError, match="run the study huang2021-heads-mini again"):
         script().page(PAGE, tmp_path)

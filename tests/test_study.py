@@ -1554,7 +1554,7 @@ def test_a_seed_is_one_replicate(file: Path, data: Path, tmp_path: Path) -> None
     assert cell.sample is not None
     assert cell.sample.scores == pytest.approx((50.0, 70.0))
     assert len(cell.runs) == 6
-    assert "(seeds)" in markdown_of(results)
+    assert "(number of seeds)" in markdown_of(results)
 
 
 def test_every_place_in_a_string_is_filled(file: Path, data: Path, tmp_path: Path) -> None:
@@ -1689,13 +1689,13 @@ def test_the_best_stands_beside_the_mean(file: Path, data: Path, tmp_path: Path)
     assert cell.value == pytest.approx(55.0)
     assert cell.best == pytest.approx(64.0)
     text = markdown_of(results)
-    assert "(seeds), best validation of any run; then the number" in text
+    assert "(number of seeds), best validation of any run; then the number" in text
     assert "| pretrained | 55.0 (50.0, 60.0), best 64.0<br>50 (+5.0) |" in text
     changed(file, (best.format("epoch"), best.format("run")))
     study = read_study(file, "mini")
     again = Results(Plan(study, plan.root, {"data": str(data)}))
     assert again.cells(study.tables[0])[0][0].best == pytest.approx(60.0)
-    assert "(seeds), best run; then the number" in markdown_of(again)
+    assert "(number of seeds), best run; then the number" in markdown_of(again)
     (plan.runs("finetune")[0].path / "log.jsonl").write_text(
         '{"event": "validation", "step": 1, "accuracy": NaN}'
     )

@@ -54,7 +54,7 @@ def test_questions(threshold: float | None, unanswerable: bool, tmp_path: Path) 
     group = np.repeat(np.arange(60), draw.integers(1, 4, 60))
     numbers = {name: draw.integers(-3, 4, len(group)) / 2 for name in ("no_answer", "best", "loss")}
     numbers["best"][draw.random(len(group)) < 0.1] = -np.inf
-    arrays = {name: array.astype(np.float32) for name, array in numbers.items()}
+    arrays: dict[str, np.ndarray] = {k: v.astype(np.float32) for k, v in numbers.items()}
     arrays |= {
         "row": np.arange(len(group)),
         "group": group,

@@ -80,6 +80,13 @@ class Difference:
             return None
         return detectable(len(self.each), tests=self.tests) * statistics.stdev(self.each)
 
+    def words(self, digits: int) -> str:
+        """ "+4.2 ± 8.1"; of two pairs "+4.2 (+3.1, +5.3)"."""
+        text = f"{self.mean:+.{digits}f}"
+        if self.half is not None:
+            return f"{text} ± {self.half:.{digits}f}"
+        return f"{text} {both(*self.each, digits, '+')}" if len(self.each) == 2 else text
+
     def needed(self, margin: float, tie: bool) -> int | None:
         """How many pairs would decide a claim with probability 0.8, if the true mean and spread are
         those of these pairs. None if there is no spread, or if not even 1,000 would."""
@@ -181,13 +188,8 @@ class Verdict:
                 inside = abs(difference.mean) < margin
                 nearer = f"{math.copysign(margin, difference.mean):g}"
                 against = f"p of a tie within {margin:g}:" if inside else f"p against {nearer}:"
-            text = f"{level} {difference.mean:+.{digits}f}".lstrip()
-            if difference.half is not None:
-                text += f" ± {difference.half:.{digits}f}"
-            elif len(difference.each) == 2:
-                text += f" {both(*difference.each, digits, '+')}"
             small = "one pair, or no spread" if p is None else words_of(p, against)
-            parts.append(f"{text} ({small})")
+            parts.append(f"{level} {difference.words(digits)} ({small})".lstrip())
         floor = "" if self.learnt else "no run is above chance: "
         return floor + "; ".join(parts) if parts else "no runs to compare"
 

@@ -29,14 +29,7 @@ from xformer.study.claims import Verdict, sides, verdicts, words_of
 from xformer.study.forecast import Forecast, Notes
 from xformer.study.plan import Job
 from xformer.study.pool import Outcome
-from xformer.study.resampling import (
-    EXAMPLES,
-    FEW,
-    Shares,
-    claim_records,
-    random_factors,
-    variances,
-)
+from xformer.study.resampling import EXAMPLES, Shares, claim_records, random_factors, variances
 from xformer.study.results import (
     Cell,
     Line,
@@ -66,8 +59,6 @@ SHOWN = 12  # settings in the figure of a sweep
 CLAIMS = "claims.json"  # the numbers of the claims, with their sources
 # what the overview says of a claim
 GLANCE = ("difference ± 95 % interval", "published difference", "seeds", "hours", "registered")
-DETECTABLE = "difference that its seeds detect (power 0.8)"
-RESAMPLED = "interval over seeds and test examples"
 DIFFERS = ("where we differ", "the paper", "here", "why")  # headers of the table of deviations
 
 
@@ -285,15 +276,14 @@ def at_a_glance(parts: Sequence[dict[str, Any]]) -> tuple[str, ...]:
         return ("-",) * len(GLANCE)
     effects, published = [], []
     for part in parts:
-        level, digits = part["part"], part["digits"]
-        half = "" if part["half"] is None else f" ± {part['half']:.{digits}f}"
-        effects.append(f"{level} {part['effect']:+.{digits}f}{half}".lstrip())
+        effects.append(f"{part['part']} {part['shown']}".lstrip())
         if part["published"] is not None:
-            published.append(f"{level} {part['published']:+.{digits}f}".lstrip())
-    seeds = dict.fromkeys(str(len(part["pairs"])) for part in parts)
+            theirs = f"{part['published']:+.{part['digits']}f}"
+            published.append(f"{part['part']} {theirs}".lstrip())
+    seeds = ", ".join(dict.fromkeys(str(len(part["pairs"])) for part in parts))
     hours = f"{parts[0]['hours']:.1f}" if parts[0]["hours"] >= 0.05 else "< 0.1"
-    texts = ("; ".join(effects), "; ".join(published) or "-", ", ".join(seeds), hours)
-    return (*texts, parts[0]["registered"])
+    differences = ("; ".join(effects), "; ".join(published) or "-")
+    return (*differences, seeds, hours, parts[0]["registered"])
 
 
 def _facts(verdict: Verdict, shares: Shares) -> dict[str, str]:
@@ -305,7 +295,8 @@ def _facts(verdict: Verdict, shares: Shares) -> dict[str, str]:
         "seeds that would decide it": verdict.needed,
     }
     if shares.study.registration is not None:
-        facts |= {"margin": f"{verdict.margin:g}", DETECTABLE: _detectable(verdict)}
+        facts["margin"] = f"{verdict.margin:g}"
+        facts["difference that its seeds detect (power 0.8)"] = _detectable(verdict)
     return {name: text for name, text in facts.items() if text}
 
 
@@ -320,13 +311,14 @@ def _bootstrap(verdict: Verdict, shares: Shares) -> str:
     """The multi-bootstrap of each part of a claim, "1.2 to 3.4 (p 0.012)", or why it has none."""
     digits, texts = verdict.table.digits, []
     for level, *_ in verdict.parts:
-        pairs = [*shares.pairs(verdict.table, *sides(verdict.claim, level)).values()]
-        text = f"no interval, {shares.lacking(pairs)}"
-        if drawn := shares.bootstrap(pairs, verdict.margin):
-            low, high = (f"{end:+.{digits}f}" for end in drawn.interval)
-            p = "" if verdict.claim.tie else f" ({words_of(drawn.p)})"
-            text = f"{low} to {high}{p}"
-        texts.append(f"{level} {text}".lstrip())
+        pairs = shares.pairs(verdict.table, *sides(verdict.claim, level))
+        drawn = shares.bootstrap([*pairs.values()], verdict.margin)
+        if isinstance(drawn, str):
+            texts.append(f"{level} no interval, {drawn}".lstrip())
+            continue
+        low, high = (f"{end:+.{digits}f}" for end in drawn.interval)
+        p = "" if verdict.claim.tie else f" ({words_of(drawn.p)})"
+        texts.append(f"{level} {low} to {high}{p}".lstrip())
     return "; ".join(texts)
 
 
@@ -527,7 +519,7 @@ def _legend(results: Results, table: ScoreTable) -> str:
         text += f", minus that of the stage {table.minus}"
     text += ": standard deviation" if table.show == "deviation" else ": mean ± standard deviation"
     many = "seeds" if SEED in results.study.factors(table.stage) else "runs"
-    text += f" ({many})"
+    text += f" (number of {many})"
     if table.best != "none":
         text += ", best " + ("run" if table.best == "run" else "validation of any run")
     if table.published is not None:
@@ -561,24 +553,24 @@ def _resampled(results: Results, table: ScoreTable, shares: Shares, cell: Cell) 
     """The interval of a cell's mean under resampled seeds and test examples, or why it has none. A
     mean of columns has the examples of each column resampled by themselves."""
     columns = results.means(table).get(cell.column, (cell.column,))
-    seeds = shares.of_cell(table, cell.row, columns)
-    if (drawn := shares.bootstrap(seeds)) is None:
-        return shares.lacking(seeds)
+    drawn = shares.bootstrap(shares.of_cell(table, cell.row, columns))
+    if isinstance(drawn, str):
+        return drawn
     return " to ".join(f"{x:.{table.digits}f}" for x in drawn.interval)
 
 
 def _scores(cells: list[list[Cell]], digits: int, resampled: Sequence[str] = ()) -> Grid:
     """Every score of every cell, with the intervals `resampled` of the cells if there are any."""
     rows, headers = [], ["cell", "scores", "median", f"{LEVEL:.0%} interval of the mean"]
-    more = any(text != FEW for text in resampled)
+    headers += ["interval over seeds and test examples"] if resampled else []
     for number, cell in enumerate(cell for row in cells for cell in row):
         if cell.sample is not None:
             scores = ", ".join(f"{score:.{digits}f}" for score in cell.sample.scores)
             ends = [f"{end:.{digits}f}" for end in cell.sample.interval or ()]
             median = f"{cell.sample.median:.{digits}f}"
             texts = (f"{cell.row}, {cell.column}", scores, median, " to ".join(ends) or "-")
-            rows.append([*texts, resampled[number]] if more else texts)
-    return _grid([*headers, RESAMPLED] if more else headers, rows)
+            rows.append((*texts, *resampled[number : number + 1]))
+    return _grid(headers, rows)
 
 
 def _summary(results: Results, summary: Summary, notes: Notes) -> Section:

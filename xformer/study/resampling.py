@@ -33,7 +33,6 @@ from xformer.study.statistics import (
 )
 
 ENOUGH = 3  # seeds that a multi-bootstrap needs
-FEW = f"fewer than {ENOUGH} seeds"  # why there is none
 EXAMPLES = "test examples"  # a source of variance besides the factors of a study
 
 
@@ -66,7 +65,7 @@ class Shares(Results):
             for metric in scores
         ]
         self._place = {(s.job.key, s.split, s.metric): i for i, s in enumerate(self.sources)}
-        self._drawn: dict[int, np.ndarray | None] = {}  # by number of the source
+        self._drawn: dict[int, np.ndarray | str] = {}  # by number of the source
 
     def _value(self, job: Job, split: str, metric: str) -> np.ndarray:
         shares = np.zeros(len(self.sources))
@@ -91,51 +90,40 @@ class Shares(Results):
         seeds = [seed for seed in every[0] if all(seed in one for one in every)]
         return [np.mean([one[seed] for one in every], axis=0) for seed in seeds]
 
-    def bootstrap(self, seeds: Sequence[np.ndarray], margin: float = 0.0) -> Bootstrap | None:
-        """The multi-bootstrap of the mean over seeds of some sums. None if there are too few seeds,
-        or if a run has no predictions that can be resampled."""
-        drawn = [self.resampled(shares) for shares in seeds]
-        scores = [one for one in drawn if one is not None]
-        if len(seeds) < ENOUGH or len(scores) < len(seeds):
-            return None
+    def bootstrap(self, seeds: Sequence[np.ndarray], margin: float = 0.0) -> Bootstrap | str:
+        """The multi-bootstrap of the mean over seeds of some sums, or why there is none."""
+        if len(seeds) < ENOUGH:
+            return f"fewer than {ENOUGH} seeds"
+        scores = []
+        for shares in seeds:
+            if isinstance(drawn := self.resampled(shares), str):
+                return drawn
+            scores.append(drawn)
         means = multibootstrap(np.array(scores), seed_draws(len(seeds)))
         return Bootstrap(interval(means), two_sided(means, margin))
 
-    def lacking(self, seeds: Sequence[np.ndarray]) -> str:
-        """Why some sums have no multi-bootstrap, in words."""
-        if len(seeds) < ENOUGH:
-            return FEW
-        every = [self.sources[i] for shares in seeds for i in map(int, np.flatnonzero(shares))]
-        for job, split, metric in ((s.job, s.split, s.metric) for s in every):
-            if not (job.path / FOLDER / f"{split}.npz").is_file():
-                return f"no predictions of {split} are kept"
-            if self._drawn.get(self._place[job.key, split, metric]) is None:
-                return f"{metric} is not computed for resampled examples"
-        return ""
-
-    def resampled(self, shares: np.ndarray) -> np.ndarray | None:
-        """A sum of scores under resampled test examples, (B,); None if some predictions lack."""
+    def resampled(self, shares: np.ndarray) -> np.ndarray | str:
+        """A sum of scores under resampled test examples, (B,), or why it has none."""
         total = np.zeros(RESAMPLES)
         for number in map(int, np.flatnonzero(shares)):
             if number not in self._drawn:
                 self._drawn[number] = _resampled(self.sources[number])
-            drawn = self._drawn[number]
-            if drawn is None:
-                return None
+            if isinstance(drawn := self._drawn[number], str):
+                return drawn
             total += shares[number] * drawn
         return total
 
 
-def _resampled(source: Source) -> np.ndarray | None:
-    """A score under resampled test examples, (B,). Runs that were scored on equal labels have the
-    same examples in each resample."""
+def _resampled(source: Source) -> np.ndarray | str:
+    """A score under resampled test examples, (B,), or why it has none. Runs that were scored on
+    equal labels have the same examples in each resample."""
     path = source.job.path / FOLDER / f"{source.split}.npz"
     if not path.is_file():
-        return None
+        return f"no predictions of {source.split} are kept"
     predictions = read(path)
     weighted = predictions.task.weighted(predictions, source.metric)
     if weighted is None:
-        return None
+        return f"{source.metric} is not computed for resampled examples"
     seed = crc32(np.ascontiguousarray(weighted.labels).tobytes())
     return rescored(weighted.score, weighted.examples, seed)
 
@@ -159,6 +147,7 @@ def claim_records(shares: Shares, every: Sequence[Verdict]) -> list[dict[str, An
                     "registered": verdict.registered or "exploratory",
                     "tie": verdict.claim.tie,
                     "margin": verdict.margin,
+                    "shown": difference.words(verdict.table.digits),
                     "effect": difference.mean,
                     "half": difference.half,
                     "p": difference.p,  # before every correction
@@ -220,8 +209,8 @@ def variances(
         return {}
     parts = dict(zip((factors[i] for i in several), nested_variances(grid), strict=True))
     sums = _by_levels(shares, table, wanted, factors).values()
-    drawn = [one for shares_of in sums if (one := shares.resampled(shares_of)) is not None]
-    if len(drawn) == len(sums):
+    drawn = [shares.resampled(shares_of) for shares_of in sums]
+    if not any(isinstance(one, str) for one in drawn):
         parts[EXAMPLES] = example_variance(np.array(drawn))
     return parts
 
