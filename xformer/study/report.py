@@ -23,7 +23,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from xformer.analysis.drawing import plus_minus
 from xformer.config import toml_text
 from xformer.data import style
-from xformer.data.files import make_directory, write_text
+from xformer.data.files import make_directory, read_json, write_text
 from xformer.study import dotplot, headline
 from xformer.study.claims import Verdict, sides, verdicts, words_of
 from xformer.study.forecast import Forecast, Notes
@@ -31,6 +31,7 @@ from xformer.study.plan import Job
 from xformer.study.pool import Outcome
 from xformer.study.resampling import EXAMPLES, Shares, claim_records, random_factors, variances
 from xformer.study.results import (
+    AGAIN,
     Cell,
     Line,
     Panel,
@@ -129,6 +130,7 @@ class RunEntry:
 
     job: Job
     state: str
+    again: str  # why it was made again
     scores: str
     loss: Line | None  # of training, by step
     recipe: str
@@ -160,6 +162,7 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     """The report of a study as far as it is finished, to be written into a directory."""
     study, plan = results.study, results.plan
     notes, shares = Notes(Forecast(plan)), Shares(results)
+    again = read_json(directory / AGAIN) if (directory / AGAIN).exists() else {}
     every = verdicts(results)
     records = claim_records(shares, every)
     sections = [*_headline(results), *_claims(study, every, records, shares)]
@@ -182,7 +185,7 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
         records,
         [outcome for outcome in outcomes.values() if outcome.state == "failed"],
         dict(waiting),
-        [_run(job, results, outcomes, directory) for job in plan.jobs.values()],
+        [_run(job, results, outcomes, directory, again) for job in plan.jobs.values()],
     )
 
 
@@ -629,7 +632,13 @@ def _deviations(notes: Notes, shown: Shown) -> Grid | None:
 # -------------------------------------------------------------------------------------- its runs
 
 
-def _run(job: Job, results: Results, outcomes: dict[str, Outcome], directory: Path) -> RunEntry:
+def _run(
+    job: Job,
+    results: Results,
+    outcomes: dict[str, Outcome],
+    directory: Path,
+    again: dict[str, str],
+) -> RunEntry:
     metrics = results.metrics.get(job.key, {})
     scores = [
         f"{s} {m} {value:.4g}" for s, values in metrics.items() for m, value in values.items()
@@ -640,6 +649,7 @@ def _run(job: Job, results: Results, outcomes: dict[str, Outcome], directory: Pa
     return RunEntry(
         job,
         state_of(job, outcomes),
+        again.get(job.key, ""),
         "; ".join(scores),
         None if job.recipe is None else mean_line(job.name, [job], "train", "loss"),
         "" if job.recipe is None else toml_text(job.recipe),
