@@ -9,8 +9,11 @@ directory has no kept results.
 """
 
 import json
+import re
+import string
 import sys
 import zipfile
+from collections import Counter
 from io import BytesIO
 from pathlib import Path
 
@@ -29,8 +32,9 @@ def scores(arrays: dict[str, np.ndarray]) -> dict[str, float]:
     if head == "mlm":
         return masked(arrays)
     if head == "tag":
-        known = (arrays["label"] != UNLABELLED) & (arrays["predicted"] >= 0)
-        return classes(arrays["predicted"][known], arrays["label"][known], len(about["classes"]))
+        return tags(arrays, about["classes"])
+    if head == "span":
+        return spans(arrays, about["questions"], about["threshold"])
     if head not in ("classify", "regress", "choice"):
         return {}
     label, outputs = arrays["label"], arrays["outputs"].astype(float)
@@ -58,9 +62,11 @@ def scores(arrays: dict[str, np.ndarray]) -> dict[str, float]:
     return again | classes(predicted, label, outputs.shape[1])
 
 
-def classes(predicted: np.ndarray, label: np.ndarray, count: int) -> dict[str, float]:
+def classes(
+    predicted: np.ndarray, label: np.ndarray, count: int, binary: bool = True
+) -> dict[str, float]:
     """Accuracy, and F1: that of class 1 if there are two classes, else the mean over classes."""
-    names = [1] if count == 2 else range(count)
+    names = [1] if count == 2 and binary else range(count)
     f1 = metrics.f1_score(label, predicted, labels=names, average="macro", zero_division=0)
     return {"accuracy": (predicted == label).mean(), "f1": f1}
 
@@ -74,6 +80,114 @@ def cross_entropy(outputs: np.ndarray, label: np.ndarray) -> float:
 def of_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
     """The mean of each group's rows."""
     return np.array([values[group == i].mean(0) for i in range(group.max() + 1)])
+
+
+# ------------------------------------------------------------------------- labels of words
+
+
+def tags(arrays: dict[str, np.ndarray], names: list[str]) -> dict[str, float]:
+    """Scores of labelled words; truncated words are left out."""
+    known = (arrays["label"] != UNLABELLED) & (arrays["predicted"] >= 0)
+    row, label, predicted, loss = (arrays[n][known] for n in ("row", "label", "predicted", "loss"))
+    again = classes(predicted, label, len(names), binary=False)
+    if (label >= 0).any():
+        again["loss"] = loss[label >= 0].astype(float).mean()
+    if any(name != "O" for name in names) and all(re.fullmatch("O|[BI]-.+", n) for n in names):
+        named = [*names, "O", "O"]  # also for UNLABELLED and UNSEEN
+        ours, gold = (entities([named[i] for i in side], row) for side in (predicted, label))
+        both = len(ours) + len(gold)
+        again["entity_f1"] = 2 * len(ours & gold) / both if both else 1.0
+    return again
+
+
+def entities(labels: list[str], row: np.ndarray) -> set[tuple[int, int, str]]:
+    """First word, end and type of each entity. One begins at B-X, and at an I-X that does not
+    follow a word of X in the same row (Tjong Kim Sang & De Meulder 2003)."""
+    every, start = set(), 0
+    for i in range(1, len(labels) + 1):
+        kind = labels[i - 1][2:]
+        if i == len(labels) or row[i] != row[i - 1] or labels[i] != f"I-{kind}":
+            every.add((start, i, kind))
+            start = i
+    return {entity for entity in every if entity[2]}
+
+
+# ------------------------------------------------------------------------- answers to questions
+
+
+def spans(arrays: dict[str, np.ndarray], questions: dict, threshold: float | None) -> dict:
+    """Scores of questions, each of which has one window or more. It is left unanswered if "no
+    answer" scores higher than the best span by more than the threshold."""
+    group, right = arrays["group"], questions["right"]
+    null, best = (arrays[name].astype(float) for name in ("no_answer", "best"))
+    margin = np.full(len(right), np.inf)  # of the lowest "no answer" over the highest span
+    highest = np.full(len(right), -np.inf)
+    np.minimum.at(margin, group, null)
+    np.maximum.at(highest, group, best)
+    margin -= highest
+    known = [i for i, answers in enumerate(right) if answers is not None]
+    answers, right = ([texts[i] for i in known] for texts in (questions["answer"], right))
+    margin = margin[known]
+    if threshold is None:
+        threshold = np.inf if all(right) else 0.0
+    chosen = [text if m <= threshold else "" for text, m in zip(answers, margin, strict=True)]
+    again = {"loss": arrays["loss"].astype(float).mean(), **squad(chosen, right)}
+    return again if all(right) else again | best_threshold(answers, right, margin)
+
+
+def squad(answers: list[str], right: list[list[str]]) -> dict[str, float]:
+    """Exact match and F1 over words (Rajpurkar et al. 2016, 2018): means over all questions, and
+    over those with and without an answer if there are both."""
+    each = np.array([of_answer(*pair) for pair in zip(answers, right, strict=True)])
+    has = np.array([bool(golds) for golds in right])
+    parts = {"": has | True}
+    if 0 < has.sum() < len(has):
+        parts |= {"answerable_": has, "unanswerable_": ~has}
+    means = {part: each[rows].mean(0) for part, rows in parts.items()}
+    return {f"{p}{n}": m[i] for p, m in means.items() for i, n in enumerate(("exact_match", "f1"))}
+
+
+def of_answer(answer: str, right: list[str]) -> tuple[float, float]:
+    """Exact match and F1 of an answer with the most similar right one; "" is right if there is
+    none."""
+    ours = words(answer)
+    golds = [gold for gold in map(words, right) if gold] or [[]]
+    return float(ours in golds), max(overlap(ours, gold) for gold in golds)
+
+
+def words(text: str) -> list[str]:
+    """The words of a text in lower case, without punctuation and articles."""
+    plain = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", plain).split()
+
+
+def overlap(ours: list[str], gold: list[str]) -> float:
+    """F1 over words. If a side has no words, it is 1 if the other has none either."""
+    if not ours or not gold:
+        return float(ours == gold)
+    return 2 * (Counter(ours) & Counter(gold)).total() / (len(ours) + len(gold))
+
+
+def best_threshold(
+    answers: list[str], right: list[list[str]], margin: np.ndarray
+) -> dict[str, float]:
+    """The highest scores of any threshold, and the threshold of the highest F1: the questions whose
+    margin is not above it are answered."""
+    order = np.argsort(margin, kind="stable")
+    empty = np.array([of_answer("", golds) for golds in right])
+    gain = np.array([of_answer(*pair) for pair in zip(answers, right, strict=True)]) - empty
+    totals = empty.sum(0) + np.vstack(
+        [[0, 0], gain[order].cumsum(0)]
+    )  # if the first k are answered
+    margin = margin[order]
+    ends = np.r_[0, 1 + np.flatnonzero(margin[1:] > margin[:-1]), len(margin)]  # not within ties
+    exact, f1 = (totals[ends, i] / len(right) for i in (0, 1))
+    k = ends[f1.argmax()]
+    threshold = margin[k - 1] if k else margin[0] - 1
+    return {"best_exact_match": exact.max(), "best_f1": f1.max(), "best_threshold": threshold}
+
+
+# --------------------------------------------------------------------------------- masked tokens
 
 
 def masked(arrays: dict[str, np.ndarray]) -> dict[str, float]:
@@ -134,7 +248,8 @@ def main(directory: Path) -> int:
             again = effect(claim, known) if sources <= known.keys() else {}
             for name in ("effect", "half", "p"):
                 if claim[name] is not None:
-                    title = f"{path.stem}: {claim['text']}: {name}"
+                    part = filter(None, (claim["text"], claim["part"]))
+                    title = f"{path.stem}: {': '.join(part)}: {name}"
                     words.append(compare(title, claim[name], again.get(name)))
     print(", ".join(f"{words.count(word)} {word}" for word in (AGREES, DIFFERS, UNKNOWN)))
     return 1 if DIFFERS in words else 0

@@ -128,11 +128,12 @@ def test_a_report_shows_margin_power_and_commit(file: Path, tmp_path: Path) -> N
     verdict = verdicts(results)[0]
     assert verdict.registered == f"{first[:9]} of 2001-09-09 01:46"
     text = markdown_of(results)
-    assert "| seeds that would decide it | margin | detectable at power 0.8 | registered |" in text
+    assert "| seeds | hours | registered |" in text
     # two pairs that differ by 0 and 1 point
     wanted = detectable(2, tests=2) * np.std([0.0, 1.0], ddof=1)  # one test for each rate
     assert verdict.parts[0][1].detectable == pytest.approx(wanted)
-    assert f"| 0 | {wanted:.1f}, {wanted:.1f} | {first[:9]} of 2001" in text
+    assert f"- difference that its seeds detect (power 0.8): {wanted:.1f}, {wanted:.1f}\n" in text
+    assert f"| < 0.1 | {first[:9]} of 2001" in text
     assert "Registered: paired t over seed; a seed is a fine-tuning; planned ext" in text
     directory = plan.root / "letters-mini"
     directory.mkdir()

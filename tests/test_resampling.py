@@ -9,7 +9,9 @@ import json
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -20,9 +22,10 @@ from test_study import STUDY, data, finish, markdown_of, plan_of  # noqa: F401
 from xformer.data.errors import BadInput
 from xformer.predictions import write
 from xformer.study.claims import tied_test, verdicts
+from xformer.study.dotplot import THEIRS, draw
 from xformer.study.plan import Job, Plan
 from xformer.study.report import write_report
-from xformer.study.resampling import EXAMPLES, Shares, random_factors, variances
+from xformer.study.resampling import EXAMPLES, Bootstrap, Shares, random_factors, variances
 from xformer.study.results import Ledger, Results
 from xformer.study.spec import read_study
 from xformer.study.statistics import holm
@@ -98,7 +101,7 @@ def test_the_interval_of_a_claim_is_that_of_its_authors_method(trained: Results)
     table, shares = trained.study.tables[0], Shares(trained)
     pairs = shares.pairs(table, {"start": "pretrained"}, {"start": "scratch"})
     drawn = shares.bootstrap([*pairs.values()])
-    assert drawn is not None
+    assert isinstance(drawn, Bootstrap)
     right = {}
     for run in trained.plan.runs("finetune"):
         with np.load(run.path / "predictions/test.npz") as file:
@@ -116,14 +119,66 @@ def test_the_interval_of_a_claim_is_that_of_its_authors_method(trained: Results)
     text = markdown_of(trained)
     claim = verdicts(trained)[0]
     assert [level for level, *_ in claim.parts] == ["low", "high"]
-    assert "| claim | verdict | evidence | multi-bootstrap | Holm over the study |" in text
+    assert "- over seeds and test examples (multi-bootstrap): low +" in text
+    assert "- p corrected over all claims (Holm): p " in text
     assert (
         f"Undecided: {sum(v.state == 'undecided' for v in verdicts(trained))} of 2 claims" in text
     )
-    assert "of seeds and test examples |" in text
+    assert "| interval over seeds and test examples |" in text
 
 
 RATES = ("low", "high")
+
+
+def test_a_claim_has_a_picture(tmp_path: Path, trained: Results) -> None:
+    """Every seed is a dot, and each has its place on the axis; so have the intervals, the margins
+    of the tie, and the one difference that is published."""
+    write_report(trained, {}, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    for number, verdict in enumerate(verdicts(trained), start=1):
+        text = (tmp_path / f"claim-{number}.svg").read_text()
+        assert text in page
+        assert f"](claim-{number}.svg)" in (tmp_path / "report.md").read_text()
+        drawn = ElementTree.fromstring(text)
+        texts = {one.text: float(one.get("x", "")) for one in drawn.iter(f"{SVG}text")}
+        ticks = {float(t): x for t, x in texts.items() if t and t not in RATES}
+        slope, start = np.polyfit([*ticks], [*ticks.values()], 1)
+        dots = [float(dot.get("cx", "")) for dot in drawn.iter(f"{SVG}circle")]
+        each = [value for _, one, _ in verdict.parts for value in one.each]
+        assert (np.array(dots) - start) / slope == pytest.approx(each, abs=0.1)
+        paths = [(one.get("d", ""), dict(one.attrib)) for one in drawn.iter(f"{SVG}path")]
+        bars = [d[1:].split(" ")[0] for d, look in paths if look.get("stroke-width")]
+        lows = [one.mean - (one.half or np.nan) for _, one, _ in verdict.parts]
+        assert (np.array(bars, float) - start) / slope == pytest.approx(lows, abs=0.1)
+        dashed = [float(d[1:].split(" ")[0]) for d, look in paths if "stroke-dasharray" in look]
+        margins = [20, -20] if verdict.claim.tie else []
+        assert (np.array(dashed) - start) / slope == pytest.approx(margins, abs=0.1)
+        theirs = [float(d[1:].split(" ")[0]) for d, look in paths if look.get("fill") == THEIRS]
+        assert theirs == pytest.approx([] if verdict.claim.tie else [ticks[0]], abs=0.1)
+    low, high, tie = json.loads((tmp_path / "claims.json").read_text())["claims"]
+    assert (low["published"], high["published"], tie["published"]) == (0.0, None, None)
+    assert low["hours"] == high["hours"] == pytest.approx(20 * 2 / 3600)
+    ((_, one, p),) = verdict.parts
+    hostile = replace(verdict, parts=(("<script>'", one, p),))
+    drawn = ElementTree.fromstring(draw(hostile, [None]))
+    assert [one.text for one in drawn.iter(f"{SVG}text")][-1] == "<script>'"
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_a_report_says_why_an_interval_lacks(tmp_path: Path, trained: Results) -> None:
+    shares, table = Shares(trained), trained.study.tables[0]
+    sides = {"start": "pretrained"}, {"start": "scratch"}
+    five = [*shares.pairs(table, *sides).values()]
+    assert isinstance(shares.bootstrap(five), Bootstrap)
+    assert shares.bootstrap(five[:2]) == "fewer than 3 seeds"
+    of_loss = [*shares.pairs(table.model_copy(update={"metric": "loss"}), *sides).values()]
+    assert shares.bootstrap(of_loss) == "loss is not computed for resampled examples"
+    (trained.plan.runs("finetune")[0].path / "predictions/test.npz").unlink()
+    text = markdown_of(Results(trained.plan))
+    assert "no interval, no predictions of test are kept" in text
+    assert text.count("| no predictions of test are kept |") == 2  # in a cell, and in a mean
 
 
 def test_holm_goes_over_all_claims(trained: Results) -> None:
@@ -166,8 +221,8 @@ def test_a_correction_over_the_study_can_leave_a_claim_undecided(
     text = markdown_of(Results(plan))
     assert "Undecided: 1 of 2 claims that have data (50%)." in text
     assert "With Holm's correction over all 2 tests of the study: 2." in text
-    assert f"| p {2 * p:.3f} (undecided) |" in text
-    assert "multi-bootstrap" not in text  # there are no predictions
+    assert f"(Holm): p {2 * p:.3f} (undecided)\n" in text
+    assert "(multi-bootstrap): no interval, no predictions of test are kept\n" in text
     assert (first.needed, second.needed) == ("", "more than 1,000")
 
 

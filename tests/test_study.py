@@ -33,7 +33,7 @@ from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, write_json
 from xformer.run import in_use
 from xformer.study import pool
-from xformer.study.__main__ import listing
+from xformer.study.__main__ import execute, listing
 from xformer.study.__main__ import main as study_main
 from xformer.study.claims import holm, paired_test, verdicts
 from xformer.study.forecast import Costs, Forecast
@@ -157,6 +157,44 @@ def markdown_of(results: Results) -> str:
 
 def html_of(results: Results, outcomes: dict[str, pool.Outcome], directory: Path) -> str:
     return render(build_report(results, outcomes, directory), "html")
+
+
+def test_a_report_says_why_runs_were_made_again(
+    file: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The rate of half of the runs changes. The listing, the line before the runs and the report
+    name the setting, and a later report still does."""
+    monkeypatch.setattr(pool, "run_plan", lambda *_: {})
+    report = tmp_path / "studies/letters-mini/report.html"
+
+    def studied() -> tuple[str, str]:
+        plan = plan_of(file, tmp_path, data=str(data))
+        listed = listing(plan, Costs(Forecast(plan), {}))
+        for run in plan.runs("finetune"):
+            run.path.mkdir(parents=True, exist_ok=True)
+            run.path.with_suffix(".toml").write_text(toml_text(run.recipe or {}))
+        execute(plan, pool.local(1, 1), Ledger(None, plan))
+        for run in plan.runs("finetune"):
+            write_json(run.proof, {"metrics": {"test": {"accuracy": 0.5}}, "seconds": 2.0})
+        return listed, (plan.root / "letters-mini/report.md").read_text()
+
+    listed, text = studied()
+    assert "key changed" not in listed + text
+    changed(file, ("1e-3", "1e-2"))
+    capsys.readouterr()
+    listed, text = studied()
+    assert "4 runs again, key changed: optim.lr\n" in capsys.readouterr().out
+    assert "finetune seed=0 start=scratch rate=high  (key changed: optim.lr)\n" in listed
+    assert "# finetune seed=0 start=scratch rate=high, key changed: optim.lr\n" in text
+    assert "rate=low, key" not in text
+    listed, text = studied()
+    assert "key changed" not in listed
+    assert "rate=high, key changed: optim.lr\n" in text
+    assert "rate=high: done, key changed: optim.lr<" in report.read_text()
 
 
 # ------------------------------------------------------------------------------------ the file
@@ -1554,7 +1592,7 @@ def test_a_seed_is_one_replicate(file: Path, data: Path, tmp_path: Path) -> None
     assert cell.sample is not None
     assert cell.sample.scores == pytest.approx((50.0, 70.0))
     assert len(cell.runs) == 6
-    assert "(seeds)" in markdown_of(results)
+    assert "(number of seeds)" in markdown_of(results)
 
 
 def test_every_place_in_a_string_is_filled(file: Path, data: Path, tmp_path: Path) -> None:
@@ -1689,13 +1727,13 @@ def test_the_best_stands_beside_the_mean(file: Path, data: Path, tmp_path: Path)
     assert cell.value == pytest.approx(55.0)
     assert cell.best == pytest.approx(64.0)
     text = markdown_of(results)
-    assert "(seeds), best validation of any run; then the number" in text
+    assert "(number of seeds), best validation of any run; then the number" in text
     assert "| pretrained | 55.0 (50.0, 60.0), best 64.0<br>50 (+5.0) |" in text
     changed(file, (best.format("epoch"), best.format("run")))
     study = read_study(file, "mini")
     again = Results(Plan(study, plan.root, {"data": str(data)}))
     assert again.cells(study.tables[0])[0][0].best == pytest.approx(60.0)
-    assert "(seeds), best run; then the number" in markdown_of(again)
+    assert "(number of seeds), best run; then the number" in markdown_of(again)
     (plan.runs("finetune")[0].path / "log.jsonl").write_text(
         '{"event": "validation", "step": 1, "accuracy": NaN}'
     )

@@ -16,6 +16,7 @@ retried. If you add a seed, only its runs are new. Studies share the runs that t
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
@@ -27,14 +28,14 @@ from xformer.analysis.drawing import many
 from xformer.config import Settings, find_recipe, load
 from xformer.data.display import duration, say
 from xformer.data.errors import BadInput, Failure, typed
-from xformer.data.files import make_directory
+from xformer.data.files import make_directory, read_json, write_json
 from xformer.start import run
 from xformer.study import pool, sweep, timing
 from xformer.study.claims import registration_lines
 from xformer.study.forecast import Costs, Forecast, Notes
 from xformer.study.plan import Job, Plan, to_do
 from xformer.study.report import write_report
-from xformer.study.results import Ledger, Results
+from xformer.study.results import AGAIN, Ledger, Results, reruns
 from xformer.study.spec import read_study
 
 UNTIMED = {
@@ -185,9 +186,14 @@ def run_study(plan: Plan, settings: Execution, with_cost: bool = False) -> None:
 
 def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
     """Run what is not done, and write and print the report. Raises Failure if a job fails."""
-    stem, scale = plan.study.path.stem, plan.study.scale
-    directory = plan.root / (f"{stem}-{scale}" if scale else stem)
+    directory = _directory(plan)
     make_directory(directory, "output=")
+    todo = to_do(plan.jobs.values(), plan.wanted, ledger.results)
+    if again := reruns(todo.values(), directory):
+        for why, number in Counter(again.values()).items():
+            say(f"{many(number, 'run')} again, {why}")
+        past = directory / AGAIN
+        write_json(past, {**(read_json(past) if past.exists() else {}), **again})
     plan.digests.save()
     for line in _lacking(plan):
         say(f"missing: {line}", error=True)
@@ -205,6 +211,12 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
         raise Failure(f"{count}; {first.job.name}: {why}")
 
 
+def _directory(plan: Plan) -> Path:
+    """The directory of a study's report."""
+    stem, scale = plan.study.path.stem, plan.study.scale
+    return plan.root / (f"{stem}-{scale}" if scale else stem)
+
+
 def _lacking(plan: Plan) -> list[str]:
     """A line for each need that is missing: what it is, and how to get it."""
     lines = []
@@ -219,6 +231,7 @@ def listing(plan: Plan, costs: Costs, kept: Collection[str] = (), slots: int = 1
     """What --dry-run prints: every job, its state and cost; what is missing; the sum, and how long
     `slots` jobs at once would take. `kept` are the keys of jobs whose results are kept."""
     todo = to_do(plan.jobs.values(), plan.wanted, kept)
+    again = reruns(todo.values(), _directory(plan))
     lines = []
     for key, job in plan.jobs.items():
         state, cost = "not needed", ""
@@ -228,7 +241,8 @@ def listing(plan: Plan, costs: Costs, kept: Collection[str] = (), slots: int = 1
             cost = _untimed(costs, job) if seconds is None else duration(max(1, seconds))
         elif job.done or key in kept:
             state = "there"
-        lines.append(f"{key}  {state:<10} {cost:>9}  {job.name}")
+        why = f"  ({again[key]})" if key in again else ""
+        lines.append(f"{key}  {state:<10} {cost:>9}  {job.name}{why}")
     lines += cost_lines(costs, todo, slots)
     if number := costs.forecast.unchecked(todo.values()):
         lines.append(

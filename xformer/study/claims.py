@@ -80,6 +80,13 @@ class Difference:
             return None
         return detectable(len(self.each), tests=self.tests) * statistics.stdev(self.each)
 
+    def words(self, digits: int) -> str:
+        """ "+4.2 ± 8.1"; of two pairs "+4.2 (+3.1, +5.3)"."""
+        text = f"{self.mean:+.{digits}f}"
+        if self.half is not None:
+            return f"{text} ± {self.half:.{digits}f}"
+        return f"{text} {both(*self.each, digits, '+')}" if len(self.each) == 2 else text
+
     def needed(self, margin: float, tie: bool) -> int | None:
         """How many pairs would decide a claim with probability 0.8, if the true mean and spread are
         those of these pairs. None if there is no spread, or if not even 1,000 would."""
@@ -181,13 +188,8 @@ class Verdict:
                 inside = abs(difference.mean) < margin
                 nearer = f"{math.copysign(margin, difference.mean):g}"
                 against = f"p of a tie within {margin:g}:" if inside else f"p against {nearer}:"
-            text = f"{level} {difference.mean:+.{digits}f}".lstrip()
-            if difference.half is not None:
-                text += f" ± {difference.half:.{digits}f}"
-            elif len(difference.each) == 2:
-                text += f" {both(*difference.each, digits, '+')}"
             small = "one pair, or no spread" if p is None else words_of(p, against)
-            parts.append(f"{text} ({small})")
+            parts.append(f"{level} {difference.words(digits)} ({small})".lstrip())
         floor = "" if self.learnt else "no run is above chance: "
         return floor + "; ".join(parts) if parts else "no runs to compare"
 
@@ -200,7 +202,9 @@ def words_of(p: float, name: str = "p") -> str:
 def verdicts(results: Results) -> list[Verdict]:
     """Every claim of a study, tested. The p-values of one claim are Holm-corrected, and beside that
     those of all claims together."""
-    study, every = results.study, tested(results)
+    study = results.study
+    tested = [_verdict(results, claim, study.table(claim.table)) for claim in study.claims]
+    every = _over_study(tested, _looks(study))
     if study.registration is None:
         return every
     first = first_result(results.plan)
@@ -209,13 +213,6 @@ def verdicts(results: Results) -> list[Verdict]:
         replace(verdict, registered=origin.words(first, of_runs))
         for verdict, origin in zip(every, of_claims, strict=True)
     ]
-
-
-def tested(results: Results) -> list[Verdict]:
-    """Every claim of a study, tested, without a look at the repository's history."""
-    study = results.study
-    every = [_verdict(results, claim, study.table(claim.table)) for claim in study.claims]
-    return _over_study(every, _looks(study))
 
 
 def _verdict(results: Results, claim: Claim, table: ScoreTable) -> Verdict:
@@ -244,6 +241,27 @@ def _over_study(verdicts: Sequence[Verdict], looks: int) -> list[Verdict]:
     adjusted = iter(holm([p for p in ps if p is not None]))
     every = iter([None if p is None else min(1.0, looks * next(adjusted)) for p in ps])
     return [replace(one, overall=tuple(next(every) for _ in one.parts)) for one in verdicts]
+
+
+def published_difference(results: Results, verdict: Verdict, level: str) -> float | None:
+    """What the paper's table says of a part of a claim: the mean difference of its numbers over all
+    rows and columns that both sides cover. None if a number lacks, or if the claim compares what
+    the table does not show."""
+    study, table, means = results.study, verdict.table, []
+    for side in sides(verdict.claim, level):
+        others = side.keys() - {table.rows, table.columns}
+        if table.published is None or any(table.where.get(f) != side[f] for f in others):
+            return None
+        rows, columns = (
+            [side[factor]] if factor in side else study.levels_of(table)[factor]
+            for factor in (table.rows, table.columns)
+        )
+        numbers = [results.published(table, row, column) for row in rows for column in columns]
+        known = [number for number in numbers if number is not None]
+        if len(known) < len(numbers):
+            return None
+        means.append(statistics.mean(known))
+    return means[0] - means[1]
 
 
 def sides(claim: Claim, level: str) -> tuple[Levels, Levels]:

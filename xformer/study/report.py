@@ -23,14 +23,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from xformer.analysis.drawing import plus_minus
 from xformer.config import toml_text
 from xformer.data import style
-from xformer.data.files import make_directory, write_text
-from xformer.study import headline
+from xformer.data.files import make_directory, read_json, write_text
+from xformer.study import dotplot, headline
 from xformer.study.claims import Verdict, sides, verdicts, words_of
 from xformer.study.forecast import Forecast, Notes
 from xformer.study.plan import Job
 from xformer.study.pool import Outcome
 from xformer.study.resampling import EXAMPLES, Shares, claim_records, random_factors, variances
 from xformer.study.results import (
+    AGAIN,
     Cell,
     Line,
     Panel,
@@ -57,6 +58,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 WIDE = 4  # panels side by side
 SHOWN = 12  # settings in the figure of a sweep
 CLAIMS = "claims.json"  # the numbers of the claims, with their sources
+# what the overview says of a claim
+GLANCE = ("difference ± 95 % interval", "published difference", "seeds", "hours", "registered")
 DIFFERS = ("where we differ", "the paper", "here", "why")  # headers of the table of deviations
 
 
@@ -97,6 +100,16 @@ class Drawing:
 
 
 @dataclass(frozen=True)
+class Tested:
+    """A claim as a sentence: its verdict, its picture, and what is known of it, by name."""
+
+    text: str
+    state: str
+    figure: Drawing | None
+    facts: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Section:
     """A heading and what follows it, in the order of the fields."""
 
@@ -104,6 +117,7 @@ class Section:
     about: str = ""
     figure: Drawing | None = None
     run: Job | None = None  # the job that drew the figure
+    claims: Sequence[Tested] = ()
     grid: Grid | None = None
     note: str = ""
     deviations: Grid | None = None
@@ -116,6 +130,7 @@ class RunEntry:
 
     job: Job
     state: str
+    again: str  # why it was made again
     scores: str
     loss: Line | None  # of training, by step
     recipe: str
@@ -132,6 +147,7 @@ class Report:
     paper: str
     notes: Sequence[str]
     sections: Sequence[Section]
+    claims: Sequence[dict[str, Any]]  # a record of each part of each claim
     failed: Sequence[Outcome]
     waiting: dict[str, int]  # why jobs were not run, and how many
     runs: Sequence[RunEntry]
@@ -146,7 +162,10 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     """The report of a study as far as it is finished, to be written into a directory."""
     study, plan = results.study, results.plan
     notes, shares = Notes(Forecast(plan)), Shares(results)
-    sections = [*_headline(results), *_claims(results, shares)]
+    again = read_json(directory / AGAIN) if (directory / AGAIN).exists() else {}
+    every = verdicts(results)
+    records = claim_records(shares, every)
+    sections = [*_headline(results), *_claims(study, every, records, shares)]
     if not study.shows():
         sections += [one for stage in study.stages for one in _settings(results, stage, notes)]
     sections += [_table(results, table, notes, shares) for table in study.tables]
@@ -163,9 +182,10 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
         study.paper,
         (*notes.notes, *(f"{line}." for line in plan.mixed())),
         sections,
+        records,
         [outcome for outcome in outcomes.values() if outcome.state == "failed"],
         dict(waiting),
-        [_run(job, results, outcomes, directory) for job in plan.jobs.values()],
+        [_run(job, results, outcomes, directory, again) for job in plan.jobs.values()],
     )
 
 
@@ -173,9 +193,11 @@ def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     """Write report.html, report.md, their figures and results.csv into a directory. Returns what to
     print: the headline, or without one the Markdown."""
     write_csv(directory / "results.csv", results, outcomes)
-    _write_claims(results, directory)
     report = build_report(results, outcomes, directory)
-    for figure in filter(None, (section.figure for section in report.sections)):
+    _keep(report, results.plan.kept, directory)
+    figures = [section.figure for section in report.sections]
+    figures += [claim.figure for section in report.sections for claim in section.claims]
+    for figure in filter(None, figures):
         if figure.source is not None:
             shutil.copyfile(figure.source, directory / figure.file)
         elif figure.file:
@@ -191,16 +213,18 @@ def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     return "\n".join(headline.lines(results, results.study.headline))
 
 
-def _write_claims(results: Results, directory: Path) -> None:
-    """Write the numbers of the claims with their sources, for docs/verify.py: into the directory of
-    the report, and beside the kept results if there are any."""
-    if not (records := claim_records(results)):
-        return
-    text = ",\n".join(map(json.dumps, records))
-    write_text(directory / CLAIMS, f'{{"claims": [\n{text}\n]}}\n')
-    if (kept := results.plan.kept) is not None:
+def _keep(report: Report, kept: Path | None, directory: Path) -> None:
+    """Write the numbers of the claims with their sources into the directory of the report. Copy
+    them and results.csv to the kept results if there are any."""
+    if report.claims:
+        text = ",\n".join(map(json.dumps, report.claims))
+        write_text(directory / CLAIMS, f'{{"claims": [\n{text}\n]}}\n')
+    if kept is not None:
         make_directory(kept, "kept=")
-        write_text(kept / f"{directory.name}.{CLAIMS}", (directory / CLAIMS).read_text("utf-8"))
+        for name in ("results.csv", CLAIMS):
+            if (directory / name).is_file():
+                text = (directory / name).read_text("utf-8")
+                write_text(kept / f"{directory.name}.{name}", text)
 
 
 def render(report: Report, ending: str) -> str:
@@ -227,31 +251,56 @@ def _headline(results: Results) -> Iterator[Section]:
         yield Section("In one picture", figure=Drawing(f"{headline.NAME}.svg", svg))
 
 
-def _claims(results: Results, shares: Shares) -> Iterator[Section]:
-    study, every = results.study, verdicts(results)
+def _claims(
+    study: Study, every: Sequence[Verdict], records: Sequence[dict[str, Any]], shares: Shares
+) -> Iterator[Section]:
+    """The claims at a glance, and then each of them with its picture and its tests."""
     if not every:
         return
-    headers = ["claim", "verdict", "evidence"]
-    beside = {
-        "multi-bootstrap": [_bootstrap(verdict, shares) for verdict in every],
-        "Holm over the study": [_over_study(verdict) for verdict in every],
-        "seeds that would decide it": [verdict.needed for verdict in every],
-    }
-    beside = {header: texts for header, texts in beside.items() if any(texts)}
-    note = _undecided(every)
+    note, rows, claims, left = _undecided(every), [], [], iter(records)
     if study.registration is not None:
         note = f"{note} Registered: {study.registration.words()}.".lstrip()
-        beside["margin"] = [f"{verdict.margin:g}" for verdict in every]
-        beside["detectable at power 0.8"] = [_detectable(verdict) for verdict in every]
-        beside["registered"] = [verdict.registered for verdict in every]
-    rows = []
-    for number, verdict in enumerate(every):
-        row = [Entry(verdict.claim.text, prose=True), Entry(verdict.state, bold=True)]
-        texts = (verdict.evidence(), *(column[number] for column in beside.values()))
-        rows.append([*row, *(Entry(text, prose=True) for text in texts)])
-    headers += beside
+    for number, verdict in enumerate(every, start=1):
+        text, state, parts = verdict.claim.text, verdict.state, [next(left) for _ in verdict.parts]
+        others = (Entry(one, prose=True) for one in at_a_glance(parts))
+        rows.append([Entry(text, prose=True), Entry(state, bold=True), *others])
+        svg = dotplot.draw(verdict, [part["published"] for part in parts]) if parts else ""
+        figure = Drawing(f"claim-{number}.svg", svg) if svg else None
+        claims.append(Tested(text, state, figure, _facts(verdict, shares)))
     title = "The paper's claims, and whether they hold here" if study.paper else "Claims"
-    yield Section(title, grid=Grid(headers, rows), note=note)
+    yield Section(title, grid=Grid(("claim", "verdict", *GLANCE), rows), note=note)
+    yield Section("How each claim was tested", dotplot.LEGEND, claims=claims)
+
+
+def at_a_glance(parts: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """What the overview of a report and of docs/findings.md says of a claim in the columns GLANCE,
+    from the records of its parts."""
+    if not parts:
+        return ("-",) * len(GLANCE)
+    effects, published = [], []
+    for part in parts:
+        effects.append(f"{part['part']} {part['shown']}".lstrip())
+        if part["published"] is not None:
+            theirs = f"{part['published']:+.{part['digits']}f}"
+            published.append(f"{part['part']} {theirs}".lstrip())
+    seeds = ", ".join(dict.fromkeys(str(len(part["pairs"])) for part in parts))
+    hours = f"{parts[0]['hours']:.1f}" if parts[0]["hours"] >= 0.05 else "< 0.1"
+    differences = ("; ".join(effects), "; ".join(published) or "-")
+    return (*differences, seeds, hours, parts[0]["registered"])
+
+
+def _facts(verdict: Verdict, shares: Shares) -> dict[str, str]:
+    """What is known of a claim besides its verdict, by name."""
+    facts = {
+        "difference": verdict.evidence(),
+        "over seeds and test examples (multi-bootstrap)": _bootstrap(verdict, shares),
+        "p corrected over all claims (Holm)": _over_study(verdict),
+        "seeds that would decide it": verdict.needed,
+    }
+    if shares.study.registration is not None:
+        facts["margin"] = f"{verdict.margin:g}"
+        facts["difference that its seeds detect (power 0.8)"] = _detectable(verdict)
+    return {name: text for name, text in facts.items() if text}
 
 
 def _detectable(verdict: Verdict) -> str:
@@ -262,15 +311,17 @@ def _detectable(verdict: Verdict) -> str:
 
 
 def _bootstrap(verdict: Verdict, shares: Shares) -> str:
-    """The multi-bootstrap of each part of a claim: "1.2 to 3.4 (p 0.012)"; nothing if the
-    predictions of a run lack."""
+    """The multi-bootstrap of each part of a claim, "1.2 to 3.4 (p 0.012)", or why it has none."""
     digits, texts = verdict.table.digits, []
     for level, *_ in verdict.parts:
         pairs = shares.pairs(verdict.table, *sides(verdict.claim, level))
-        if drawn := shares.bootstrap([*pairs.values()], verdict.margin):
-            low, high = (f"{end:+.{digits}f}" for end in drawn.interval)
-            p = "" if verdict.claim.tie else f" ({words_of(drawn.p)})"
-            texts.append(f"{level} {low} to {high}{p}".lstrip())
+        drawn = shares.bootstrap([*pairs.values()], verdict.margin)
+        if isinstance(drawn, str):
+            texts.append(f"{level} no interval, {drawn}".lstrip())
+            continue
+        low, high = (f"{end:+.{digits}f}" for end in drawn.interval)
+        p = "" if verdict.claim.tie else f" ({words_of(drawn.p)})"
+        texts.append(f"{level} {low} to {high}{p}".lstrip())
     return "; ".join(texts)
 
 
@@ -338,10 +389,12 @@ def _variances(results: Results, table: ScoreTable, shares: Shares) -> Iterator[
         f"{name} ({factors[name]})" if factors.get(name, name) != name else name for name in names
     ]
     about = (
-        "The standard deviation of one run's score, and the share of each source in its variance. "
+        "The standard deviation of one run's score; then of each source its share of the variance "
+        "and, in brackets, the standard deviation that it causes by itself. A dash means that the "
+        "predictions cannot be resampled. Each seed is drawn anew for every seed to its left. With "
+        "few seeds these shares are rough."
     )
-    about += "Each seed is nested in those to its left. With few seeds these shares are rough."
-    grid = _grid(("cell", "deviation", *headers), rows)
+    grid = _grid(("cell", "standard deviation", *headers), rows)
     yield Section(f"Where the variance comes from: {table.title}", about, grid=grid)
 
 
@@ -469,7 +522,7 @@ def _legend(results: Results, table: ScoreTable) -> str:
         text += f", minus that of the stage {table.minus}"
     text += ": standard deviation" if table.show == "deviation" else ": mean ± standard deviation"
     many = "seeds" if SEED in results.study.factors(table.stage) else "runs"
-    text += f" ({many})"
+    text += f" (number of {many})"
     if table.best != "none":
         text += ", best " + ("run" if table.best == "run" else "validation of any run")
     if table.published is not None:
@@ -500,25 +553,27 @@ def _spread(cell: Cell, sample: Sample, digits: int) -> str:
 
 
 def _resampled(results: Results, table: ScoreTable, shares: Shares, cell: Cell) -> str:
-    """The interval of a cell's mean under resampled seeds and test examples; "-" if the predictions
-    of a run lack. A mean of columns has the examples of each column resampled by themselves."""
+    """The interval of a cell's mean under resampled seeds and test examples, or why it has none. A
+    mean of columns has the examples of each column resampled by themselves."""
     columns = results.means(table).get(cell.column, (cell.column,))
     drawn = shares.bootstrap(shares.of_cell(table, cell.row, columns))
-    return "-" if drawn is None else " to ".join(f"{x:.{table.digits}f}" for x in drawn.interval)
+    if isinstance(drawn, str):
+        return drawn
+    return " to ".join(f"{x:.{table.digits}f}" for x in drawn.interval)
 
 
 def _scores(cells: list[list[Cell]], digits: int, resampled: Sequence[str] = ()) -> Grid:
     """Every score of every cell, with the intervals `resampled` of the cells if there are any."""
     rows, headers = [], ["cell", "scores", "median", f"{LEVEL:.0%} interval of the mean"]
-    more = any(text != "-" for text in resampled)
+    headers += ["interval over seeds and test examples"] if resampled else []
     for number, cell in enumerate(cell for row in cells for cell in row):
         if cell.sample is not None:
             scores = ", ".join(f"{score:.{digits}f}" for score in cell.sample.scores)
             ends = [f"{end:.{digits}f}" for end in cell.sample.interval or ()]
             median = f"{cell.sample.median:.{digits}f}"
             texts = (f"{cell.row}, {cell.column}", scores, median, " to ".join(ends) or "-")
-            rows.append([*texts, resampled[number]] if more else texts)
-    return _grid([*headers, "of seeds and test examples"] if more else headers, rows)
+            rows.append((*texts, *resampled[number : number + 1]))
+    return _grid(headers, rows)
 
 
 def _summary(results: Results, summary: Summary, notes: Notes) -> Section:
@@ -577,7 +632,13 @@ def _deviations(notes: Notes, shown: Shown) -> Grid | None:
 # -------------------------------------------------------------------------------------- its runs
 
 
-def _run(job: Job, results: Results, outcomes: dict[str, Outcome], directory: Path) -> RunEntry:
+def _run(
+    job: Job,
+    results: Results,
+    outcomes: dict[str, Outcome],
+    directory: Path,
+    again: dict[str, str],
+) -> RunEntry:
     metrics = results.metrics.get(job.key, {})
     scores = [
         f"{s} {m} {value:.4g}" for s, values in metrics.items() for m, value in values.items()
@@ -588,6 +649,7 @@ def _run(job: Job, results: Results, outcomes: dict[str, Outcome], directory: Pa
     return RunEntry(
         job,
         state_of(job, outcomes),
+        again.get(job.key, ""),
         "; ".join(scores),
         None if job.recipe is None else mean_line(job.name, [job], "train", "loss"),
         "" if job.recipe is None else toml_text(job.recipe),

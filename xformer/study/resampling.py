@@ -15,9 +15,10 @@ from zlib import crc32
 import numpy as np
 
 from xformer.config import flat
+from xformer.data.files import read_run_json
 from xformer.predictions import FOLDER, read
-from xformer.study.claims import sides, tested
-from xformer.study.plan import Job
+from xformer.study.claims import Verdict, published_difference, sides
+from xformer.study.plan import Job, Plan
 from xformer.study.results import Replicate, Results, mean_of
 from xformer.study.spec import SEED, Levels, ScoreTable, Study
 from xformer.study.statistics import (
@@ -64,7 +65,7 @@ class Shares(Results):
             for metric in scores
         ]
         self._place = {(s.job.key, s.split, s.metric): i for i, s in enumerate(self.sources)}
-        self._drawn: dict[int, np.ndarray | None] = {}  # by number of the source
+        self._drawn: dict[int, np.ndarray | str] = {}  # by number of the source
 
     def _value(self, job: Job, split: str, metric: str) -> np.ndarray:
         shares = np.zeros(len(self.sources))
@@ -89,62 +90,86 @@ class Shares(Results):
         seeds = [seed for seed in every[0] if all(seed in one for one in every)]
         return [np.mean([one[seed] for one in every], axis=0) for seed in seeds]
 
-    def bootstrap(self, seeds: Sequence[np.ndarray], margin: float = 0.0) -> Bootstrap | None:
-        """The multi-bootstrap of the mean over seeds of some sums. None if there are too few seeds,
-        or if a run has no predictions that can be resampled."""
-        drawn = [self.resampled(shares) for shares in seeds]
-        scores = [one for one in drawn if one is not None]
-        if len(seeds) < ENOUGH or len(scores) < len(seeds):
-            return None
+    def bootstrap(self, seeds: Sequence[np.ndarray], margin: float = 0.0) -> Bootstrap | str:
+        """The multi-bootstrap of the mean over seeds of some sums, or why there is none."""
+        if len(seeds) < ENOUGH:
+            return f"fewer than {ENOUGH} seeds"
+        scores = []
+        for shares in seeds:
+            if isinstance(drawn := self.resampled(shares), str):
+                return drawn
+            scores.append(drawn)
         means = multibootstrap(np.array(scores), seed_draws(len(seeds)))
         return Bootstrap(interval(means), two_sided(means, margin))
 
-    def resampled(self, shares: np.ndarray) -> np.ndarray | None:
-        """A sum of scores under resampled test examples, (B,); None if some predictions lack."""
+    def resampled(self, shares: np.ndarray) -> np.ndarray | str:
+        """A sum of scores under resampled test examples, (B,), or why it has none."""
         total = np.zeros(RESAMPLES)
         for number in map(int, np.flatnonzero(shares)):
             if number not in self._drawn:
                 self._drawn[number] = _resampled(self.sources[number])
-            drawn = self._drawn[number]
-            if drawn is None:
-                return None
+            if isinstance(drawn := self._drawn[number], str):
+                return drawn
             total += shares[number] * drawn
         return total
 
 
-def _resampled(source: Source) -> np.ndarray | None:
-    """A score under resampled test examples, (B,). Runs that were scored on equal labels have the
-    same examples in each resample."""
+def _resampled(source: Source) -> np.ndarray | str:
+    """A score under resampled test examples, (B,), or why it has none. Runs that were scored on
+    equal labels have the same examples in each resample."""
     path = source.job.path / FOLDER / f"{source.split}.npz"
     if not path.is_file():
-        return None
+        return f"no predictions of {source.split} are kept"
     predictions = read(path)
     weighted = predictions.task.weighted(predictions, source.metric)
     if weighted is None:
-        return None
+        return f"{source.metric} is not computed for resampled examples"
     seed = crc32(np.ascontiguousarray(weighted.labels).tobytes())
     return rescored(weighted.score, weighted.examples, seed)
 
 
-def claim_records(results: Results) -> list[dict[str, Any]]:
-    """What docs/verify.py needs to compute each part of each claim again: for each seed the terms
-    of its difference, and the numbers that come out."""
-    shares, records = Shares(results), []
-    for verdict in tested(results):
-        for level, difference, _ in verdict.parts:
-            pairs = shares.pairs(verdict.table, *sides(verdict.claim, level))
+def claim_records(shares: Shares, every: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """A record of each part of each claim, for the overview of a report and of docs/findings.md.
+    For each seed it has the terms of the difference, so that docs/verify.py can compute the numbers
+    again."""
+    records = []
+    for verdict in every:
+        levels = [level for level, *_ in verdict.parts]
+        pairs = [shares.pairs(verdict.table, *sides(verdict.claim, level)) for level in levels]
+        terms = [[shares.terms(pair) for pair in of_part.values()] for of_part in pairs]
+        hours = _hours(shares.plan, {key for part in terms for pair in part for _, key, *_ in pair})
+        for (level, difference, _), of_part in zip(verdict.parts, terms, strict=True):
             records.append(
                 {
-                    "text": ": ".join(filter(None, (verdict.claim.text, level))),
+                    "text": verdict.claim.text,
+                    "part": level,
+                    "verdict": verdict.state,  # of all parts together, as are the hours
+                    "registered": verdict.registered or "exploratory",
                     "tie": verdict.claim.tie,
                     "margin": verdict.margin,
+                    "shown": difference.words(verdict.table.digits),
                     "effect": difference.mean,
                     "half": difference.half,
                     "p": difference.p,  # before every correction
-                    "pairs": [shares.terms(pair) for pair in pairs.values()],
+                    "published": published_difference(shares, verdict, level),
+                    "digits": verdict.table.digits,
+                    "hours": hours,
+                    "pairs": of_part,
                 }
             )
     return records
+
+
+def _hours(plan: Plan, keys: set[str]) -> float:
+    """How long some runs took, and the runs that they started from."""
+    left, every = list(keys), dict[str, Job]()
+    while left:
+        job = plan.jobs[left.pop()]
+        if job.key not in every:
+            every[job.key] = job
+            left += job.waits
+    results = [read_run_json(job.proof) for job in every.values() if job.stage and job.done]
+    return sum(float(r.get("seconds", 0)) for r in results if isinstance(r, dict)) / 3600
 
 
 # ------------------------------------------------------------------------- where variance is from
@@ -184,8 +209,8 @@ def variances(
         return {}
     parts = dict(zip((factors[i] for i in several), nested_variances(grid), strict=True))
     sums = _by_levels(shares, table, wanted, factors).values()
-    drawn = [one for shares_of in sums if (one := shares.resampled(shares_of)) is not None]
-    if len(drawn) == len(sums):
+    drawn = [shares.resampled(shares_of) for shares_of in sums]
+    if not any(isinstance(one, str) for one in drawn):
         parts[EXAMPLES] = example_variance(np.array(drawn))
     return parts
 

@@ -9,7 +9,7 @@ import math
 import statistics
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import product
@@ -23,6 +23,7 @@ from scipy import stats
 from xformer import checkpoint as checkpoints
 from xformer import provenance
 from xformer.analysis.curves import CurvesConfig, average
+from xformer.config import flat, read_recipe
 from xformer.data.errors import BadInput
 from xformer.data.files import (
     RUN_MANIFEST,
@@ -55,6 +56,7 @@ RESAMPLES = 10_000
 ROUNDING = 5e-4  # of a score at chance
 CONFIG = "config.json"
 OF_A_RUN = ("result.json", CONFIG, RUN_MANIFEST, "log.jsonl", "code.diff")
+AGAIN = "again.json"  # beside a report: why runs were made again, by key
 KEY = "key"  # the member that says which job it is
 WEIGHTS = "model.sha256"  # in the form of the command sha256sum
 MOST = 2**28  # bytes that one file may unpack to
@@ -295,13 +297,14 @@ class Results:
             name,
             tuple(score.job for score in scores),
             sample_of(means) if means else None,
-            self._published(table, row, name) if whole else None,
+            self.published(table, row, name) if whole else None,
             table.show,
             None if is_mean else self._best(scores, table, name),
             0 if is_mean else sum(not score.learnt for score in scores),
         )
 
-    def _published(self, table: ScoreTable, row: str, column: str) -> float | None:
+    def published(self, table: ScoreTable, row: str, column: str) -> float | None:
+        """The paper's number in a cell of a table; None if there is none."""
         if table.published is None:
             return None
         name = self.study.stands_for
@@ -471,6 +474,25 @@ def write_csv(path: Path, results: Results, outcomes: dict[str, Outcome]) -> Non
     writer.writeheader()
     writer.writerows(_csv_rows(results, outcomes))
     path.write_text(text.getvalue(), encoding="utf-8")
+
+
+def reruns(todo: Iterable[Job], directory: Path) -> dict[str, str]:
+    """Why runs must be made again, by key: the settings that differ from those of the run that has
+    the same name in the last report, which is in a directory."""
+    if not (directory / "results.csv").is_file():
+        return {}
+    with (directory / "results.csv").open(encoding="utf-8", newline="") as file:
+        before = {row["run"]: row["key"] for row in csv.DictReader(file)}
+    why = {}
+    for job in todo:
+        key = before.get(job.name, job.key)
+        earlier = job.path.with_name(f"{key}.toml")
+        if job.recipe is not None and key != job.key and earlier.is_file():
+            old, new = flat(read_recipe(earlier)), flat(job.recipe)
+            names = sorted(name for name in {**old, **new} if old.get(name) != new.get(name))
+            names = [name for name in names if name != "run"] or ["the content of data or init"]
+            why[job.key] = f"key changed: {', '.join(names)}"
+    return why
 
 
 # ----------------------------------------------------------------------------------- kept results

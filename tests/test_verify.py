@@ -1,0 +1,92 @@
+"""docs/verify.py computes the scores of answers and of labelled words again, as the package and
+SQuAD's own script do. (tests/test_resampling.py checks it on whole directories.)
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from helpers import ROOT
+from test_spans import OFFICIAL, official
+
+from xformer.predictions import write
+from xformer.tasks.known import kind_of
+from xformer.tasks.task import Head, Predictions, Questions
+
+
+@cache
+def script() -> ModuleType:
+    spec = spec_from_file_location("verify", ROOT / "docs/verify.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def again(predictions: Predictions, path: Path) -> dict[str, float]:
+    """The scores that the script computes from the file of these predictions."""
+    write(path, predictions, "key")
+    with np.load(path) as file:
+        scores: dict[str, float] = script().scores(dict(file))
+    return scores
+
+
+@pytest.mark.parametrize("model", OFFICIAL)
+def test_answers_score_as_by_the_official_script(model: str, shared: Path) -> None:
+    scores = script().squad(*official(shared, model))
+    kinds = ("", "answerable_", "unanswerable_")
+    values = [100 * scores[f"{kind}{name}"] for kind in kinds for name in ("exact_match", "f1")]
+    assert values == pytest.approx(OFFICIAL[model], rel=1e-12)
+
+
+@pytest.mark.parametrize("threshold", [None, 0.5])
+@pytest.mark.parametrize("unanswerable", [True, False])
+def test_questions(threshold: float | None, unanswerable: bool, tmp_path: Path) -> None:
+    """Several windows a question, questions that are not scored, equal margins, and windows without
+    any span."""
+    draw = np.random.default_rng(4)
+    group = np.repeat(np.arange(60), draw.integers(1, 4, 60))
+    numbers = {name: draw.integers(-3, 4, len(group)) / 2 for name in ("no_answer", "best", "loss")}
+    numbers["best"][draw.random(len(group)) < 0.1] = -np.inf
+    arrays: dict[str, np.ndarray] = {k: v.astype(np.float32) for k, v in numbers.items()}
+    arrays |= {
+        "row": np.arange(len(group)),
+        "group": group,
+        "label": np.zeros((len(group), 2), int),
+    }
+    arrays |= {"first": group * 0, "last": group * 0}
+    kinds = ["the Cat sat.", "cat", "a dog", "Dog, and cat", "!", ""]
+    right: list[list[str] | None] = [
+        None if i % 9 == 0 else [str(x) for x in draw.choice(kinds[:4], draw.integers(1, 4))]
+        for i in range(60)
+    ]
+    right = [[] if unanswerable and i % 4 == 1 else one for i, one in enumerate(right)]
+    said = [str(x) for x in draw.choice(kinds, 60)]
+    questions = Questions([str(i) for i in range(60)], said, right)
+    task = kind_of("span", False)(Head("span", ()))
+    made = Predictions(task, "valid", arrays, questions, threshold)
+    expected = made.metrics()
+    assert ("best_f1" in expected) == unanswerable
+    assert again(made, tmp_path / "valid.npz") == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("names", [("B-A", "B-B", "I-A", "I-B", "O"), ("N", "V", "A", "D", "P")])
+def test_labels_of_words(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Rows of words, among them truncated ones, unlabelled ones and ones of an unseen class."""
+    draw = np.random.default_rng(5)
+    arrays: dict[str, np.ndarray] = {
+        "row": np.sort(draw.integers(0, 40, 300)),
+        "label": draw.integers(-2, 5, 300),
+        "predicted": draw.integers(-1, 5, 300),
+        "loss": draw.random(300).astype(np.float32),
+    }
+    made = Predictions(kind_of("tag", False)(Head("tag", names)), "test", arrays)
+    expected = made.metrics()
+    assert ("entity_f1" in expected) == ("O" in names)
+    assert again(made, tmp_path / "test.npz") == pytest.approx(expected, rel=1e-12)
