@@ -333,7 +333,7 @@ def test_paths_that_do_not_exist(place: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_path_of_another_kind(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"text is not a checkpoint but a store.*given as data="):
+    with pytest.raises(BadInput, match=r"text is not a checkpoint but a store: give the dir"):
         checkpoints.resolve(place / "text")
     with pytest.raises(BadInput, match=r"dna.csv is not a checkpoint but a file"):
         checkpoints.resolve(place / "dna.csv")

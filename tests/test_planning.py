@@ -293,15 +293,15 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
     # kinds of stores and heads
     (
         [("classify.toml", "regress.toml"), metric("spearman")],
-        ["head=regress needs a store of kind score; made.task is of kind class"],
+        ["head=regress needs a store of kind score, which ", "; made.task is of kind class"],
     ),
     (
         [("classify.toml", "squad.toml"), finetune("batch.max_tokens = 64"), metric("f1")],
-        ["head=span needs a store of kind span; made.task is of kind class"],
+        ["head=span needs a store of kind span, which ", "; made.task is of kind class"],
     ),
     (
         [('data = "{made.task}"', 'data = "{made.letters}"')],
-        ["head=classify needs a store of kind class; made.letters is of kind text"],
+        ["head=classify needs a store of kind class, which ", "; made.letters is of kind text"],
     ),
     # vocabularies: a model of words, or of four letters and five special tokens
     ([corpus("wordy")], [OTHER, "give mapping=symbols:0, "]),
@@ -320,7 +320,11 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
     ),
     (
         [('"data={made.task}"', '"data={made.letters}"')],
-        ["score seed=0", "head=classify needs a store of kind class; made.letters is of kind text"],
+        [
+            "score seed=0",
+            "head=classify needs a store of kind class, which ",
+            "; made.letters is of kind text",
+        ],
     ),
 ]
 

@@ -197,11 +197,16 @@ def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
         ("micro/english input=a.txt out=v.npy poolin=mean", "did you mean pooling"),
         ("micro/english input=a.txt out=nowhere/v.npy", "nowhere is not a directory"),
         ("micro/english input=README.md out=README.md", "ends in .npy"),
+        ("micro/english input=a.txt out=v.npy normalize=maybe", "='maybe': give true or false"),
+        ("{store} input=a.txt out=v.npy", "store is a store, but this command encodes a file of"),
+        ("micro/english input={store} out=v.npy", "store is a store, but this command encodes a"),
     ],
 )
-def test_wrong_lines(line: str, words: str) -> None:
+def test_wrong_lines(line: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store/store.json").write_text("{}")
     with pytest.raises(BadInput, match=words):
-        encode.parse_arguments(line.split())
+        encode.parse_arguments(line.format(store=tmp_path / "store").split())
 
 
 # --------------------------------------------------------------------------- padded tensors

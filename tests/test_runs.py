@@ -135,16 +135,17 @@ def test_the_table_fits_the_terminal(
         assert max(map(len, lines[:end])) <= width
         head = next(line.split() for line in lines if line.startswith("run "))
         assert "state" in head
+        assert "loss" in head
         assert ("lr" in head) == (width > 80), (width, head)
         assert any("perplexity" in line for line in lines), "it is shown or named below"
         assert table(summaries, width)[2].startswith("b")
     # two pre-training runs: what they differ in fits beside their scores
     assert [set(run.settings) for run in summaries] == [{"seed", "optim.lr", "train.log_every"}] * 2
     assert table(summaries, 80)[1].split()[:5] == ["run", "state", "step", "seed", "lr"]
-    # where not even the scores fit, the settings do
+    # one score comes before all settings
     narrow = table(summaries, 36)
-    assert narrow[1].split() == ["run", "state", "step", "seed", "lr"]
-    assert "valid loss" in " ".join(narrow[4:])
+    assert narrow[1].split() == ["run", "state", "step", "seed", "loss"]
+    assert "optim.lr" in " ".join(narrow[4:])
 
 
 def test_a_pipe_gets_the_whole_table(
@@ -225,7 +226,12 @@ def test_what_is_not_a_run_costs_a_line(
         (("rows", "{runs}/b9", "3"), "'3' is not of the form key=value; write step=3"),
         (("rows", "{runs}/b9", "step=0"), "step=0: input should be greater than or equal to 1"),
         (("rows", "{runs}/b9", "step=10"), "step=10: {runs}/b9 ends at step 9"),
-        (("rows", "{runs}/b9", "step=1", "data={other}"), "differs from what {runs}/b9 was"),
+        (
+            ("rows", "{runs}/b9", "step=1", "data={other}"),
+            "data={other} is not the store that {runs}/b9 was trained on, which was {text}; ",
+        ),
+        (("row", "{runs}/b9", "step=1"), "row is not a directory of runs; did you mean rows?"),
+        (("{runs}", "{none}"), "{none} is a second directory; give one directory, and every run"),
         (("rows", "{runs}/deeper/classes", "step=76"), "classes ends at step 75"),
     ],
 )
@@ -237,7 +243,7 @@ def test_refusals(
     words: tuple[str, ...],
     message: str,
 ) -> None:
-    places = {"runs": runs, "none": tmp_path, "other": data.classes}
+    places = {"runs": runs, "none": tmp_path, "other": data.classes, "text": data.text}
     arguments = [word.format(**places) for word in words]
     monkeypatch.setattr(sys, "argv", ["xformer runs", *arguments])
     with pytest.raises(BadInput) as error:

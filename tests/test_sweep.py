@@ -151,7 +151,13 @@ def test_a_sweep_runs_and_reports(store: Path, tmp_path: Path, forks: Forks) -> 
         ROOT / "recipes/finetune/classify.toml",
     ]
     line += [f"data={store}", "optim.lr=1e-3,1e-4", "seed=0..2", *TINY, "train.epochs=1"]
-    line += [f"out={file}", f"output={output}", "jobs=1"]
+    line += [f"output={output}", "jobs=1"]
+    unnamed = good(
+        forks.run(*line, "--dry-run", before="from xformer.study import timing; timing.LIMIT = 0.0")
+    )
+    assert "study   not written (--dry-run); out=FILE writes it" in unnamed.out
+    assert not list(output.glob("*.toml"))
+    line.append(f"out={file}")
     refused(forks.run(*line, "train.epoch=2"), "unknown key train.epoch")
     refused(forks.run(*line, "init=nowhere", "--dry-run"), "init=nowhere: nowhere does not exist")
     misspelt = [*line, "init=micro/englsh", "--dry-run"]

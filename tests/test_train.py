@@ -561,7 +561,13 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
         ["mapping='symbol:0'", "symbols:SEED"],
     ),
     (["mapping=shift:x"], ["mapping='shift:x'"]),
-    (["head=classify"], ["head=classify needs a store of kind class", "text is of kind text"]),
+    (
+        ["head=classify"],
+        [
+            "head=classify needs a store of kind class, which preprocess.py task tsv makes;",
+            "text is of kind text",
+        ],
+    ),
     (["head=regress", "data={toys}/classes"], ["head=regress needs a store of kind score"]),
     (["init={toys}/absent"], ["absent does not exist"]),
     (["init={toys}/text"], ["text is not a checkpoint"]),
@@ -860,6 +866,21 @@ def test_a_start_says_what_it_starts_from(forks: Forks, data: Toys, tmp_path: Pa
     assert tokens < job.train.split.tokens
     done = good(forks.run(*training(SMOKE, data.text, tmp_path / "text", *steps)))
     assert fresh not in done.out + done.err
+
+
+def test_a_run_with_nothing_to_score_says_how_it_ended(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    words = ("--input", data.raw / "valid.txt", "--tokenizer", data.tokenizer)
+    good(forks.run("preprocess.py", "text", *words, "--output", tmp_path / "store"))
+    run = tmp_path / "run"
+    done = good(
+        forks.run(*training(SMOKE, tmp_path / "store", run, "train.steps=3", "train.select=last"))
+    )
+    (record,) = [record for record in log(run) if record["event"] == "train"]
+    last = done.err.splitlines()[-1]
+    assert f"training loss {record['loss']:.4g}"[:-1] in last
+    assert last.endswith(f"the checkpoint is {run / 'checkpoints/step_3'}")
 
 
 def test_the_steps_of_a_run_are_known_before_it_starts(data: Toys, tmp_path: Path) -> None:

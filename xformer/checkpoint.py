@@ -430,8 +430,7 @@ def resolve(path: str | Path) -> Path:
         names = ", ".join(sorted(several, key=lambda name: (len(name), name)))
         raise BadInput(f"{path} holds several checkpoints; name one of them: {names}")
     if what := what_is(path):
-        store = "; a store is given as data=" if what == "a store" else ""
-        remedy = f"give the directory of a checkpoint or of a finished run{store}"
+        remedy = "give the directory of a checkpoint or of a finished run"
         raise BadInput(f"{path} is not a checkpoint but {what}: {remedy}")
     foreign = (path / "config.json").is_file()
     hint = typed("; import it with python -m xformer.convert from-hf") if foreign else ""

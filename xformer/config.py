@@ -360,6 +360,8 @@ def _complaint(schema: type[Settings], error: ErrorDetails, place: list[str | in
         message = f"its op must be one of {error['ctx']['expected_tags']}, as in {OPERATION}"
     elif kind in ("union_tag_not_found", "model_attributes_type"):
         message = f"an operation is written like {OPERATION}"
+    elif kind.startswith("bool"):
+        message = "give true or false"
     elif kind == "tuple_type" and isinstance(error["input"], str | int | float):
         of_operations = _operations(all_keys(schema).get(name))
         example = f"[{OPERATION}]" if of_operations else show([error["input"]])

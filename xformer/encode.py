@@ -21,8 +21,8 @@ from xformer import checkpoint as checkpoints
 from xformer.config import Settings, help_text, parse_overrides, validate
 from xformer.data.batch import CHUNK
 from xformer.data.display import say
-from xformer.data.errors import BadInput
-from xformer.data.files import write_bytes
+from xformer.data.errors import BadInput, typed
+from xformer.data.files import what_is, write_bytes
 from xformer.evaluate import check_writable
 from xformer.parallel import processes
 from xformer.parallel.processes import SystemConfig
@@ -102,6 +102,9 @@ def parse_arguments(arguments: list[str]) -> EncodeConfig:
     if not arguments or "=" in arguments[0] or arguments[0].startswith("-"):
         raise BadInput("the first argument must be a checkpoint or a run, such as micro/english")
     config = validate(EncodeConfig, parse_overrides(EncodeConfig, arguments[1:]))
+    if stores := [p for p in (arguments[0], config.input) if what_is(Path(p)) == "a store"]:
+        line = typed("python -m xformer.encode CHECKPOINT input=FILE out=FILE")
+        raise BadInput(f"{stores[0]} is a store, but this command encodes a file of texts: {line}")
     out = Path(config.out)
     if out.suffix not in FORMATS:
         raise BadInput(f"out={out}: give a name that ends in {', '.join(FORMATS)}")

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from xformer.config import MaybePaths, Settings, show, validate
+from xformer.config import MaybePaths, Settings, each, show, validate
 from xformer.data.batch import Batch
 from xformer.data.display import put, say
 from xformer.data.errors import BadInput
-from xformer.data.joined import Joined
+from xformer.data.joined import Joined, open_stores
 from xformer.data.sampler import Stream
 from xformer.data.tokenizers import Tokenizer
 from xformer.parallel.processes import ALONE
@@ -68,6 +68,12 @@ def batches_of(
         raise BadInput(f"{run} is not a run: it lacks the config.json that training writes")
     content = read_config(run / "config.json")
     starts = content.get("starts") or [{"step": 0, **content}]
+    if data and open_stores(data).key != content["identity"]["data"]:
+        given, known = (", ".join(each(paths)) for paths in (data, starts[0]["config"]["data"]))
+        raise BadInput(
+            f"data={given} is not the store that {run} was trained on, which was {known}; data= is "
+            "only for a store that was moved"
+        )
     setup = prepare(_recipe(starts[0], data), ALONE)
     identity = identity_of(setup)
     for name in ("data", "init", "surgery"):

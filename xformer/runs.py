@@ -26,6 +26,7 @@ if __name__ == "__main__":  # `python -m xformer.runs`: before torch is imported
     as_command("runs")
 
 import csv
+import difflib
 import io
 import os
 import re
@@ -86,6 +87,8 @@ def main() -> None:
         return
     if "=" in arguments[0]:
         raise BadInput(f"the first argument must be a directory of runs, not {arguments[0]!r}")
+    if not rows:
+        _refuse_more(arguments)
     if rows and (numbers := [argument for argument in arguments[1:] if argument.isdecimal()]):
         raise BadInput(f"{numbers[0]!r} is not of the form key=value; write step={numbers[0]}")
     config = validate(schema, parse_overrides(schema, arguments[1:]))
@@ -93,6 +96,18 @@ def main() -> None:
         print_rows(Path(arguments[0]), config)
     elif isinstance(config, ListConfig):
         print_runs(Path(arguments[0]), config.csv)
+
+
+def _refuse_more(arguments: list[str]) -> None:
+    """Raise BadInput if the first word is a misspelt `rows`, or if a second directory is given."""
+    first, *others = arguments
+    more = [argument for argument in others if "=" not in argument and argument[0] != "-"]
+    if not Path(first).exists() and difflib.get_close_matches(first, ["rows"]):
+        raise BadInput(f"{first} is not a directory of runs; did you mean rows?")
+    if more:
+        raise BadInput(
+            f"{more[0]} is a second directory; give one directory, and every run below it is listed"
+        )
 
 
 # ------------------------------------------------------------------------------------- the list
@@ -248,8 +263,9 @@ def differing(runs: list[RunSummary]) -> list[RunSummary]:
 
 def table(runs: list[RunSummary], width: int) -> list[str]:
     """The lines of the table, at most `width` characters wide. Further lines name the columns that
-    do not fit. Settings come before scores, because they say which run is which. But runs of
-    different kinds differ in many settings, so scores come before all but the FIRST."""
+    do not fit. One score comes first. Then settings come before scores, because they say which run
+    is which. But runs of different kinds differ in many settings, so scores come before all but the
+    FIRST."""
     cells = [run.cells() for run in runs]
     settings = list(dict.fromkeys(name for run in runs for name in run.settings))
     free = [name for name in settings if name in FREE or name.startswith("system.")]
@@ -259,9 +275,10 @@ def table(runs: list[RunSummary], width: int) -> list[str]:
 
     def importance(name: str) -> int:
         if name in settings:
-            return 1 if name in first else 7 if name in free else 4
-        known = {"run": 0, "state": 0, "step": 0, "job": 3, "tokens/s": 5}
-        return known.get(name, 2 if name in main else 6)
+            return 3 if name in first else 9 if name in free else 6
+        known = {"run": 0, "state": 0, "step": 2, "job": 5, "tokens/s": 7}
+        other = 1 if name in scores[:1] else 4 if name in main else 8
+        return known.get(name, other)
 
     blocks: dict[str, list[str]] = {}  # a column as lines of equal width, its name on the first two
     for name in ("run", "job", "state", "step", *settings, *scores, "tokens/s"):

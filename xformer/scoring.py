@@ -132,13 +132,26 @@ def train_mlm() -> str:
     return f"train one with {recipe} (init=CHECKPOINT data=STORE), or give a checkpoint that has it"
 
 
+# kind of store -> the sub-command of preprocess.py that makes one
+MAKERS = {
+    "text": "text",
+    "class": "task tsv",
+    "score": "task tsv",
+    "span": "task squad",
+    "tag": "task conll",
+    "choice": "task choice",
+}
+
+
 def check_kind(kind: str, task: Task | type[Task], store: object) -> None:
     """Raise BadInput unless the task can use stores of this kind. `store` names the store in the
     message."""
     if kind not in task.stores:
         needed = " or ".join(task.stores)
+        makes = typed(f"preprocess.py {MAKERS[task.stores[0]]}")
         raise BadInput(
-            f"head={task.name} needs a store of kind {needed}; {store} is of kind {kind}"
+            f"head={task.name} needs a store of kind {needed}, which {makes} makes; {store} is of "
+            f"kind {kind}"
         )
 
 

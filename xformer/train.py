@@ -22,11 +22,11 @@ from xformer.branch import check_branch, start_branch
 from xformer.config import flat, load, parse_overrides
 from xformer.data import mapping
 from xformer.data.batch import Batch
-from xformer.data.display import say
+from xformer.data.display import format_number, say
 from xformer.data.hashing import key
 from xformer.freeze import chosen, freeze
 from xformer.guard import Guard
-from xformer.monitor import Monitor, cut_log
+from xformer.monitor import Monitor, cut_log, events
 from xformer.ops import native
 from xformer.optim import clip_and_step, gradient_norm
 from xformer.parallel import processes
@@ -277,6 +277,8 @@ def _finish(
                 write(run.predictions_path(split), scores.predictions, setup.store.key)
     for split, values in metrics.items():
         monitor.event("end", state.step, split=split, **values)
+    if not metrics:
+        _say_end(run.path, monitor, state.step, selected)
     if setup.ranks.rank == 0:
         result = {
             "metrics": metrics,
@@ -293,6 +295,17 @@ def _finish(
         run.finish(result)
         if not setup.recipe.train.keep_state:
             run.forget_state()
+
+
+def _say_end(run: Path, monitor: Monitor, step: int, selected: Path) -> None:
+    """Say how a run ended whose store has nothing to score: its last training loss, and where its
+    checkpoint is."""
+    losses = [record["loss"] for record in events(run, "train")] if monitor.active else []
+    loss = f"training loss {format_number(losses[-1])}  " if losses else ""
+    monitor.say(
+        f"end        step {step:>6}  {loss}(no split but 'train' can be scored); the checkpoint is "
+        f"{selected}"
+    )
 
 
 def _leave(setup: Setup, run: Run) -> None:

@@ -119,16 +119,16 @@ def sweep_main(arguments: list[str]) -> None:
     study.check_paths()
     root = _root(settings)
     path = Path(settings.out or root / f"{study.name}.toml")
-    new = study.write(path)
+    new, keep = study.write(path), False
     try:
         plan = _plan(path, "", {}, settings)
         Forecast(plan).check()
-    except BadInput:
-        if new:
+        keep = not settings.dry_run or bool(settings.out)
+        say(f"study   {path}" if keep else "study   not written (--dry-run); out=FILE writes it")
+        run_study(plan, settings, with_cost=True)
+    finally:
+        if new and not keep:
             path.unlink()
-        raise
-    say(f"study   {path}")
-    run_study(plan, settings, with_cost=True)
 
 
 def planned(arguments: list[str]) -> tuple[Plan, Arguments]:

@@ -11,9 +11,9 @@ one value: data='["stores/a", "stores/b"]' trains on two stores. Every combinati
 run, but pair=init,data takes the first value of both keys together, then the second, and so on.
 
 The command writes a study file, says how long the runs will take, runs them, and reports which
-settings have the best mean score on validation. With --dry-run it stops before it runs them. The
-same line again continues a stopped sweep. You can also edit the file, and run it with
-python -m xformer.study FILE.
+settings have the best mean score on validation. With --dry-run it only says how long the runs will
+take, and writes the file only if out= names it. The same line again continues a stopped sweep. You
+can also edit the file, and run it with python -m xformer.study FILE.
 
 The keys below say how the runs are executed. All other keys are those of the recipe.
 """
