@@ -548,6 +548,18 @@ def stable_phase(setup: Setup) -> tuple[float, float]:
     return warmup, length - decay
 
 
+def schedule_notes(setup: Setup) -> list[str]:
+    """A line that gives the lengths of the warm-up and of the decay in steps, if there are any:
+    `optim.decay=0.2` is a share of the run, and `optim.decay=2` is two steps."""
+    recipe, length = setup.recipe, setup.progress(0, 0)[1]
+    unit = 1 if recipe.train.steps else rows_per_step(recipe, setup.train, setup.samples)
+    warmup, decay = (part / unit for part in _lengths(setup, length))
+    parts = [f"warm-up in the first {warmup:,.0f}"] if warmup else []
+    if recipe.optim.schedule == "wsd":
+        parts.append(f"decay in the last {decay:,.0f}")
+    return [f"of {planned_steps(setup):,} steps: {', '.join(parts)}"] if parts else []
+
+
 def warmup_share(setup: Setup, length: int) -> float:
     """`optim.warmup` as a share of a run of this length (see `Setup.length`)."""
     warmup = setup.recipe.optim.warmup

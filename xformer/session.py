@@ -25,7 +25,7 @@ from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.files import sync
 from xformer.monitor import Monitor, peak_memory
 from xformer.parallel.feed import Step
-from xformer.prepare import Setup, planned_steps, rates, training_tokens
+from xformer.prepare import Setup, planned_steps, rates, schedule_notes, training_tokens
 from xformer.profile import Profiler
 from xformer.run import SINCE_LOG, Run, State
 from xformer.scoring import Scores, longest_remedy
@@ -282,7 +282,7 @@ def sync_log(run: Run) -> None:
 
 def announce(setup: Setup, model: Model, monitor: Monitor) -> None:
     """Print what a new run trains, and log the numbers of steps, parameters, rows and tokens."""
-    for note in (*setup.notes, *setup.recipe.optim.notes()):
+    for note in (*setup.notes, *setup.recipe.optim.notes(), *schedule_notes(setup)):
         monitor.say(note)
     limit, most = setup.recipe.batch.max_tokens, setup.start.config.max_positions
     remedy = longest_remedy(setup.task.head, limit - setup.train.extra)

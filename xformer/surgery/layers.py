@@ -82,12 +82,14 @@ def check_order(config: ModelConfig, order: Sequence[int]) -> None:
             has = "has a window" if config.has_window(layer - 1) else "attends to the whole row"
             raise BadInput(
                 f"layer {layer} {has} and cannot become layer {place}: in this model one layer in "
-                f"{config.global_every} attends to the whole row, from the first on"
+                f"{config.global_every} attends to the whole row, from the first on; choose layers "
+                "that keep their kind, or pre-train with model.global_every=1"
             )
         if not config.first_norm and (layer == 1) != (place == 1):
             raise BadInput(
                 f"layer {layer} cannot become layer {place}: the first layer of this model, and "
-                "no other, has no LayerNorm before attention"
+                "no other, has no LayerNorm before attention; choose layers that begin with layer "
+                "1, or pre-train with model.first_norm=true"
             )
 
 
