@@ -34,6 +34,7 @@ from xformer.analysis.subcommand import parse_arguments
 from xformer.checkpoint import resolve
 from xformer.data import style
 from xformer.data.errors import BadInput
+from xformer.data.files import read_json
 
 
 @pytest.fixture(scope="module")
@@ -326,6 +327,14 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     assert list(curves.grouped(runs[:2]).values()) == [runs[:2]]  # only the seed differs
     named = [run_of(tmp_path / f"lines-{i}", i, 1e-3, 0.0) for i in range(3)]
     assert curves.grouped(named) == {"lines": named}
+    curves.run(runs, CurvesConfig(out=str(tmp_path / "out"), names=("fast", "slow")))
+    drawn = read_json(tmp_path / "out/curves.json")["panels"][0]["series"]
+    assert [(line["name"], line["runs"]) for line in drawn] == [
+        ("fast", runs[:2]),
+        ("slow", runs[2:]),
+    ]
+    with pytest.raises(BadInput, match="the runs form 2 curves; give one name for each"):
+        curves.run(runs, CurvesConfig(out=str(tmp_path / "out"), names=("fast",)))
     with pytest.raises(BadInput, match="is given twice"):
         parse_arguments(curves.SUBCOMMAND, [runs[0], runs[1], runs[0], "out=x"])
     (tmp_path / "d").mkdir()

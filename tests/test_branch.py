@@ -71,6 +71,7 @@ def test_a_branch_equals_the_run_that_decayed_there(
     line = training(SMOKE, data.text, run, *SHORT, branching(runs, step))
     killer = AT_STEP.format(step=11, signal="SIGKILL", ranks="0")
     first = forks.run(*line, before=killer)
+    assert "of 12 steps: warm-up in the first 3, decay in the last 4\n" in first.err
     assert f"branching from {runs['long']}/checkpoints/step_{step} at step {step}" in first.err
     assert first.status == -signal.SIGKILL
     again = good(forks.run(*line)).err

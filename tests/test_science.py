@@ -56,6 +56,23 @@ def test_weight_decay_and_betas_follow_the_optimizer(
     assert "L2" not in said
 
 
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (["wsd", "optim.decay=0.5"], "of 2 steps: decay in the last 1\n"),
+        (["wsd", "optim.decay=2"], "of 2 steps: decay in the last 2\n"),
+        (["linear", "optim.warmup=0.5"], "of 2 steps: warm-up in the first 1\n"),
+    ],
+)
+def test_the_lengths_of_the_schedule_are_told_in_steps(
+    schedule: list[str], said: str, forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    name, *more = schedule
+    warmup = [] if name == "linear" else ["optim.warmup=0"]
+    given = [f"optim.schedule={name}", *warmup, *more]
+    assert said in started(forks, data, tmp_path / "run", *given)
+
+
 def test_a_typed_weight_decay_is_an_l2_term(forks: Forks, data: Toys, tmp_path: Path) -> None:
     said = started(forks, data, tmp_path / "adam", "optim.name=adam", "optim.weight_decay=0.01")
     assert "adam: peak rate 0.001 (linear), weight decay 0.01\n" in said

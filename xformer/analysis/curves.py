@@ -4,15 +4,17 @@
     python -m xformer.analysis curves runs/splice-* validation=accuracy smooth=5 out=figures
 
 Runs whose recipes differ only in seeds (including those of mappings and surgery) or in `system`
-form one curve. A curve is named after the settings in which it differs from the others. If there is
-only one curve, it is named after the common prefix of the runs' names. The numbers come from each
-run's log.jsonl (Kao & Lee 2021, figures 3, 4 and 6 to 9; Huang et al. 2021, figures 1 and 4).
+form one curve. A curve is named after the settings in which it differs from the others; `names=`
+gives shorter names. If there is only one curve, it is named after the common prefix of the runs'
+names. The numbers come from each run's log.jsonl (Kao & Lee 2021, figures 3, 4 and 6 to 9; Huang et
+al. 2021, figures 1 and 4).
 """
 
 from __future__ import annotations
 
 import math
 import re
+import textwrap
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,7 @@ import numpy as np
 from pydantic import Field
 
 from xformer.analysis import drawing
-from xformer.analysis.subcommand import Output, Subcommand, publish
+from xformer.analysis.subcommand import NameList, Output, Subcommand, publish
 from xformer.config import flat
 from xformer.data import style
 from xformer.data.errors import BadInput
@@ -46,6 +48,8 @@ class CurvesConfig(Output):
     panel."""
     x: str = "step"
     """The horizontal axis: step or epoch."""
+    names: NameList = ()
+    """Names of the curves, in the order of their first runs. Default: the settings that differ."""
     smooth: int = Field(1, ge=1)
     """Average over this many neighbouring points."""
 
@@ -63,7 +67,7 @@ def run(paths: list[str], config: CurvesConfig) -> None:
                 f"{path} is not a run directory (it lacks log.jsonl or config.json); give the "
                 "directory of a training run"
             )
-    groups = grouped(paths)
+    groups = _renamed(grouped(paths), config.names)
     panels = [("train", config.value)]
     panels += [("validation", config.validation)] if config.validation else []
     drawn: list[dict[str, Any]] = []
@@ -104,6 +108,18 @@ def grouped(paths: list[str]) -> dict[str, list[str]]:
         parts = [f"{key}={_show(recipe.get(key))}" for key in differing]
         groups.setdefault(", ".join(parts) or alike, []).append(path)
     return groups
+
+
+def _renamed(groups: dict[str, list[str]], names: tuple[str, ...]) -> dict[str, list[str]]:
+    """The groups under these names. Raises BadInput unless each group has one of its own."""
+    if not names:
+        return groups
+    if len(set(names)) != len(groups) or len(names) != len(groups) or "" in names:
+        raise BadInput(
+            f"names={','.join(names)}: the runs form {drawing.many(len(groups), 'curve')}; give "
+            "one name for each, all different, with commas between them"
+        )
+    return dict(zip(names, groups.values(), strict=True))
 
 
 def _recipe(path: str) -> dict[str, Any]:
@@ -185,7 +201,8 @@ def draw(result: dict[str, Any]) -> Figure:
         for i, series in enumerate(panel["series"]):
             colour = f"C{i}"
             x, mean, deviation = (np.array(series[k]) for k in ("x", "mean", "deviation"))
-            label = f"{series['name']} ({drawing.many(len(series['runs']), 'run')})"
+            name = textwrap.shorten(series["name"], 60, placeholder=" …")
+            label = f"{name} ({drawing.many(len(series['runs']), 'run')})"
             panel_axes.plot(
                 x,
                 mean,
