@@ -592,7 +592,8 @@ def test_operations_on_every_family(kind: str, operation: str) -> None:
     if kind == "modernbert" and operation == "reverse_layers":
         message = (
             "layer 4 cannot become layer 1: the first layer of this model, and no other, has no "
-            r"LayerNorm before attention; choose layers that begin with layer 1, or .*first_norm=true"
+            "LayerNorm before attention; choose layers that begin with layer 1, or "
+            ".*first_norm=true"
         )
         with pytest.raises(BadInput, match=message):
             surgery.reverse_layers(before)
