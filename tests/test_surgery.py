@@ -764,7 +764,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["clean(seed=-1)"], ["clean: seed=-1", "greater than or equal to 0"]),
     (["clean(distribution=uniform)"], ["distribution='uniform'", "'normal' or 'truncated'"]),
     (["shuffle_embeddings(keep_special=false)"], ["needs english_only=false"]),
-    (["shuffle_embeddings(keep_special=maybe)"], ["keep_special='maybe'", "boolean"]),
+    (["shuffle_embeddings(keep_special=maybe)"], ["keep_special='maybe'", "true or false"]),
     (["transplant(source={tmp}/none)"], ["transplant", "none does not exist"]),
     (["transplant(source={tmp}/wide)"], ["word embeddings 9 wide, the checkpoint 6"]),
     (["transplant(source={tmp}/cnn)"], ["cnn has no word embeddings"]),
