@@ -298,10 +298,10 @@ def english_documents(
 
 
 def swapped(words: list[str]) -> list[str]:
-    """The words with SWAPS pairs of neighbours swapped; [] if there are too few pairs.
+    """The words with SWAPS pairs of neighbours swapped; [] if the choice leaves too few pairs.
 
-    Only plain words in lower case are swapped, so that neither capitals nor punctuation tell. The
-    choice depends only on the words.
+    Only words in lower case without punctuation are swapped, so that capitals and full stops do not
+    give the swap away. Pairs do not touch. The choice depends only on the words.
     """
     text, words = " ".join(words), list(words)
     pairs = [
