@@ -14,6 +14,7 @@ from toys import Toys
 from xformer.data.files import read_json, write_json
 from xformer.optim import OptimConfig, learning_rate
 from xformer.rows import batches_of
+from xformer.run import SINCE_LOG, State
 
 WSD = ["optim.schedule=wsd", "train.select=last", "train.log_every=1", "train.validate_every=50"]
 LONG = [*WSD, "optim.warmup=3", "train.keep_every=4", "train.checkpoint_every=4"]
@@ -41,6 +42,14 @@ def runs(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) -> 
     good(forks.run(*training(SMOKE, data.text, place / "short", *SHORT)))
     good(going.wait())
     return {name: place / name for name in ("long", "short")}
+
+
+def test_the_state_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    earlier = {"step": 3, "last_scores": {"loss": 2.0}, "since_log": {"loss": 1.5}}
+    write_json(tmp_path / "state.json", earlier)
+    state = State.read(tmp_path)
+    assert (state.step, state.since_log["loss"]) == (3, 1.5)
+    assert state.since_log.keys() == set(SINCE_LOG)
 
 
 def losses(run: Path) -> dict[int, float]:

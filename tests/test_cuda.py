@@ -233,10 +233,10 @@ def test_a_kernel_that_differs_or_fails_is_not_used(monkeypatch: pytest.MonkeyPa
     missing.
     """
 
-    def wrong(qkv: Tensor, layout: attention.Layout, dropout: float) -> Tensor:
+    def wrong(qkv: Tensor, layout: attention.Layout) -> Tensor:
         return attention.plain(qkv, layout) + (qkv - qkv.detach()).sum(1)
 
-    def absent(qkv: Tensor, layout: attention.Layout, dropout: float) -> Tensor:
+    def absent(qkv: Tensor, layout: attention.Layout) -> Tensor:
         return torch.ops.aten.no_such_attention(qkv)
 
     monkeypatch.setattr(attention, "_flash", wrong)

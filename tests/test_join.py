@@ -264,8 +264,8 @@ def test_only_all_parts_of_one_store_are_joined(
     assert not (tmp_path / "x").exists()
     assert not (tmp_path / "out").exists()
     other_name = parts[1].parent / "none" / ".." / "2"
-    for stores, out in ((parts, [parts[1]]), (parts, [other_name]), ([made[2]], [parts[1]])):
-        line = ["preprocess.py", "join", *stores, "--output", *out, "--overwrite"]
+    for stores, place in ((parts, parts[1]), (parts, other_name), ([made[2]], parts[1])):
+        line = ["preprocess.py", "join", *stores, "--output", place, "--overwrite"]
         refused(forks.run(*line), "is one of the stores")
 
 

@@ -592,7 +592,8 @@ def test_operations_on_every_family(kind: str, operation: str) -> None:
     if kind == "modernbert" and operation == "reverse_layers":
         message = (
             "layer 4 cannot become layer 1: the first layer of this model, and no other, has no "
-            r"LayerNorm before attention; choose layers that begin with layer 1, or .*first_norm=true"
+            "LayerNorm before attention; choose layers that begin with layer 1, or "
+            ".*first_norm=true"
         )
         with pytest.raises(BadInput, match=message):
             surgery.reverse_layers(before)
@@ -763,7 +764,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["clean(seed=-1)"], ["clean: seed=-1", "greater than or equal to 0"]),
     (["clean(distribution=uniform)"], ["distribution='uniform'", "'normal' or 'truncated'"]),
     (["shuffle_embeddings(keep_special=false)"], ["needs english_only=false"]),
-    (["shuffle_embeddings(keep_special=maybe)"], ["keep_special='maybe'", "boolean"]),
+    (["shuffle_embeddings(keep_special=maybe)"], ["keep_special='maybe'", "true or false"]),
     (["transplant(source={tmp}/none)"], ["transplant", "none does not exist"]),
     (["transplant(source={tmp}/wide)"], ["word embeddings 9 wide, the checkpoint 6"]),
     (["transplant(source={tmp}/cnn)"], ["cnn has no word embeddings"]),

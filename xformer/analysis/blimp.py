@@ -122,11 +122,26 @@ def _over_steps(axes: Any, models: list[dict[str, Any]]) -> None:
         else:
             axes.axhline(accuracy[0], color=colour, lw=1.3, ls="--", label=name)
     axes.axhline(CHANCE, color=style.FAINT, lw=1, ls=":")
-    # the steps are powers of two and 0
-    axes.set_xscale("symlog", base=2, linthresh=1)
+    steps = sorted({p["step"] for m in models if len(m["points"]) > 1 for p in m["points"]})
+    first = next(step for step in steps if step > 0)
+    # logarithmic from the first step after 0
+    axes.set_xscale("symlog", base=2, linthresh=first, linscale=0.5)
+    axes.set_xlim(-0.15 * first, 1.15 * steps[-1])
+    axes.set_xticks(_apart(steps))
+    axes.minorticks_off()
     style.plain_ticks(axes.xaxis)
     axes.set(xlabel="step", ylabel="accuracy", title="Over training")
     axes.legend(fontsize=8)
+
+
+def _apart(steps: list[int]) -> list[int]:
+    """The last step, and going down about eight that are far enough apart for their labels."""
+    apart = max(1.5, (steps[-1] / (steps[0] or steps[1])) ** (1 / 8))
+    kept = steps[-1:]
+    for step in reversed(steps):
+        if step * apart <= kept[-1]:
+            kept.append(step)
+    return kept[::-1]
 
 
 def _by_phenomenon(axes: Any, models: list[dict[str, Any]]) -> None:

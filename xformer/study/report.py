@@ -57,6 +57,7 @@ from xformer.study.statistics import LEVEL
 TEMPLATES = Path(__file__).parent / "templates"
 WIDE = 4  # panels side by side
 SHOWN = 12  # settings in the figure of a sweep
+AXES = {"probe.layer": "layer (0: the output of the embeddings)"}  # the axis of some columns
 CLAIMS = "claims.json"  # the numbers of the claims, with their sources
 # what the overview says of a claim
 GLANCE = ("difference ± 95 % interval", "published difference", "seeds", "hours", "registered")
@@ -684,7 +685,8 @@ def table_figure(
         axes.set_xticks(range(columns), names)
         unit = ", 100 times" if table.percent else ""
         name = table.metric if isinstance(table.metric, str) else "score"
-        axes.set(ylabel=f"{name} on {table.split}{unit}", xlabel=table.columns)
+        across = AXES.get(table.columns, table.columns)
+        axes.set(ylabel=f"{name} on {table.split}{unit}", xlabel=across)
         axes.grid(axis="y", alpha=0.3)
         if any(cell.published is not None for row in cells for cell in row):
             axes.plot([], [], "--", color=style.FAINT, lw=1.2, label="published")
