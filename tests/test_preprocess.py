@@ -611,6 +611,36 @@ def test_pydocs(documentation, tmp_path):
         assert " ".join(pydocs._bare_words(passage)) not in plain
 
 
+def test_pydocs_word_order(documentation):
+    passages = {}
+    for split in ("train", "valid", "test"):
+        lines = (documentation / f"task/{split}.tsv").read_text(encoding="utf-8").split("\n")
+        passages[split] = {" ".join(line.split("\t")[0].split()[:12]) for line in lines[1:-1]}
+        lines = (documentation / f"order/{split}.tsv").read_text(encoding="utf-8").split("\n")
+        assert (lines[0], lines[-1]) == ("words\torder", "")
+        rows = [line.split("\t") for line in lines[1:-1]]
+        assert [order for _, order in rows] == ["kept", "swapped"] * (len(rows) // 2)
+        assert len(rows) > len(passages[split])  # few passages have too few plain words
+        for (kept, _), (other, _) in zip(rows[::2], rows[1::2], strict=True):
+            assert kept in passages[split]
+            before, after = kept.split(), other.split()
+            assert sorted(before) == sorted(after)
+            moved = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+            assert len(moved) == 4
+            for i, j in (moved[:2], moved[2:]):
+                assert j == i + 1
+                assert after[i : j + 1] == before[i : j + 1][::-1]
+    assert not passages["train"] & passages["test"]
+
+
+def test_only_plain_neighbours_are_swapped():
+    assert pydocs.swapped(["The", "word,", "here", "is", "3", "so.", "Yes", "x"]) == []  # one pair
+    words = ["one", "of", "the", "files", "that", "the", "caller", "gave", "is", "read"]
+    before = list(words)
+    assert pydocs.swapped(words) == pydocs.swapped(words) != []
+    assert words == before
+
+
 def test_pydocs_make_a_task(documentation, base, tmp_path):
     run(
         "task",

@@ -1,4 +1,4 @@
-"""English text and a labelled task, made from Python's own documentation.
+"""English text and two labelled tasks, made from Python's own documentation.
 
 With them everything can be tried without a download. The sources are the language reference that
 `help()` shows (`pydoc_data.topics`) and the docstrings of the standard library. Docstrings are read
@@ -8,6 +8,9 @@ from the source files with `ast`; nothing is imported.
     DIR/english.valid.txt         5 % of the documents, held out
     DIR/task/{train,valid,test}.tsv   `passage<TAB>module`: the part of the library that a passage
                                   documents ("language" for the reference)
+    DIR/order/{train,valid,test}.tsv  `words<TAB>order`: the first words of each of these passages,
+                                  once as they are ("kept") and once with two pairs of neighbours
+                                  swapped ("swapped")
 
 The same Python gives the same bytes. Each definition (function, class, module or section) is in one
 split only. A paragraph that occurs twice is kept once. Held-out passages, and text that resembles
@@ -28,6 +31,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 
 from xformer.data.display import Progress, say
@@ -71,6 +75,8 @@ TEST, VALID = 0.14, 0.10  # shares of the definitions; the rest is for training
 CAPS = {"train": 300, "valid": 50, "test": 60}  # the maximum number of passages per class
 WORDS = (15, 100)  # the minimum and maximum number of words in a passage
 ENGLISH_HELD_OUT = 0.05
+ORDERED = 12  # the task of word order shows this many words of a passage
+SWAPS = 2  # pairs of neighbours that are swapped in them
 SHINGLE = 8  # words in a shingle
 ALIKE = 0.2  # a held-out passage may share at most this part of its shingles with training text
 
@@ -291,6 +297,36 @@ def english_documents(
     return train, valid
 
 
+def swapped(words: list[str]) -> list[str]:
+    """The words with SWAPS pairs of neighbours swapped; [] if the choice leaves too few pairs.
+
+    Only words in lower case without punctuation are swapped, so that capitals and full stops do not
+    give the swap away. Pairs do not touch. The choice depends only on the words.
+    """
+    text, words = " ".join(words), list(words)
+    pairs = [
+        i
+        for i, (a, b) in enumerate(pairwise(words))
+        if a != b and re.fullmatch("[a-z]+", a) and re.fullmatch("[a-z]+", b)
+    ]
+    taken: list[int] = []
+    for i in sorted(pairs, key=lambda i: _uniform(f"{i}:{text}")):
+        if len(taken) < SWAPS and all(abs(i - j) > 1 for j in taken):
+            taken.append(i)
+            words[i], words[i + 1] = words[i + 1], words[i]
+    return words if len(taken) == SWAPS else []
+
+
+def ordered(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """[(words, "kept" or "swapped")], two rows for each passage of `rows`."""
+    result = []
+    for text, _ in rows:
+        words = text.split()[:ORDERED]
+        if other := swapped(words):
+            result += [(" ".join(words), "kept"), (" ".join(other), "swapped")]
+    return result
+
+
 # ---------------------------------------------------------------------------------- writing
 
 
@@ -312,11 +348,15 @@ def write(output: Path, overwrite: bool) -> dict[str, int]:
     with atomic_directory(output, overwrite) as directory:
         for name, documents in (("english.txt", train), ("english.valid.txt", valid)):
             (directory / name).write_text("\n\n".join(documents) + "\n", encoding="utf-8")
-        (directory / "task").mkdir()
-        for split, rows in task.items():
-            lines = ["passage\tmodule", *("\t".join(row) for row in rows)]
-            text = "\n".join(lines) + "\n"
-            (directory / "task" / f"{split}.tsv").write_text(text, encoding="utf-8")
+        order = {split: ordered(rows) for split, rows in task.items()}
+        for name, header, made in (
+            ("task", "passage\tmodule", task),
+            ("order", "words\torder", order),
+        ):
+            (directory / name).mkdir()
+            for split, rows in made.items():
+                text = "\n".join([header, *map("\t".join, rows)]) + "\n"
+                (directory / name / f"{split}.tsv").write_text(text, encoding="utf-8")
     words = sum(len(document.split()) for document in train)
     return {
         "documents": len(train),
@@ -331,7 +371,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the text and the task."""
+    """Write the text and the tasks."""
     check_output_directory(arguments.output, arguments.overwrite, "english.txt")
     started = time.monotonic()
     counts = write(arguments.output, arguments.overwrite)

@@ -70,6 +70,15 @@ def _dots(axes: Any, shown: list[tuple[str, Cell]], table: ScoreTable) -> None:
             number, (cell.sample.mean, place), above, textcoords="offset points", ha="center",
             color=colour, weight="bold",
         )  # fmt: skip
+    if chance := list(table.chance.values())[:1]:
+        axes.axvline(table.scale * chance[0], color="0.5", ls=":", zorder=1)
+        axes.annotate(
+            "guessing",
+            (table.scale * chance[0], -0.55),
+            (4, 0),
+            textcoords="offset points",
+            color="0.4",
+        )
     axes.set_yticks(range(len(shown)), [label for label, _ in reversed(shown)], fontsize=11)
     axes.set_ylim(-0.6, len(shown) - 0.3)
     axes.grid(axis="y", visible=False)
