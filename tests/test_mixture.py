@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import NO_DROPOUT, SMOKE, Forks, good, refused, training
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_train import AT_STEP, log, same
 from toys import Toys
@@ -29,15 +29,19 @@ def stores_of(mixture: Mixture, examples: np.ndarray) -> np.ndarray:
 
 
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=5))
+@example([1, 1, 1, 1, 17])
 @settings(max_examples=40, deadline=None)
 def test_each_store_gives_its_share_at_any_time(weights: list[int]) -> None:
-    """Within one row for two stores. With more, several may be due at once."""
+    """A store is never more than one row from its share of the time that has passed: half a row of
+    rounding, half a row of spreading. The samples so far differ from that time by the sum over the
+    stores.
+    """
     mixture = Mixture([30 + i for i in range(len(weights))], 1, 1.0, weights)
     owners = stores_of(mixture, mixture.at(np.arange(5000))[0])
     counts = np.cumsum(owners[:, None] == np.arange(len(weights)), axis=0)
     shares = np.array(weights) / sum(weights)
-    worst = np.abs(counts - np.arange(1, 5001)[:, None] * shares).max()
-    assert worst <= (1.0 if len(weights) == 2 else 0.5 + len(weights) / 2)
+    worst = np.abs(counts - np.arange(1, 5001)[:, None] * shares).max(axis=0)
+    assert np.all(worst <= (1 - shares) + shares * (len(weights) - 1) + 1e-9)
 
 
 def test_shares_stay_exact_in_a_long_run() -> None:

@@ -241,7 +241,7 @@ def test_a_number_with_three_levels_becomes_an_axis(store: Path, tmp_path: Path)
     svg, words = section.figure.svg, "accuracy on valid, 100 times"
     ticks = [svg.index(f">{level}</text>") for level in (0, 1, 2)]
     assert ticks == sorted(ticks)
-    assert svg.index(">2</text>") < svg.index(">probe.layer</text>") < svg.index(words)
+    assert svg.index(">2</text>") < svg.index(">layer (0: the output") < svg.index(words)
     assert all(f">optim.lr={rate}</text>" in svg for rate in ("0.001", "0.0001"))
     assert "of three seeds or more, on valid" in section.figure.caption
 
