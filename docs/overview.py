@@ -2,9 +2,8 @@
 
     python docs/overview.py
 
-The rows of a study whose results are kept come from results/STUDY.claims.json, as those of its
-report do. The studies that are older than the kept results have theirs from the tables of claims in
-the page.
+If the results of a study are kept, its rows come from results/STUDY.claims.json, which its report
+wrote. If not, they come from the tables of claims further down in the page.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def entities(labels: list[str], row: np.ndarray) -> set[tuple[int, int, str]]:
 
 
 def spans(arrays: dict[str, np.ndarray], questions: dict, threshold: float | None) -> dict:
-    """Scores of questions, each of which has one window or more. It is left unanswered if "no
-    answer" scores higher than the best span by more than the threshold."""
+    """Scores of questions. A question has one window or more. It stays unanswered if the score of
+    "no answer" is above that of the best span by more than the threshold."""
     group, right = arrays["group"], questions["right"]
     null, best = (arrays[name].astype(float) for name in ("no_answer", "best"))
     margin = np.full(len(right), np.inf)  # of the lowest "no answer" over the highest span
@@ -162,7 +162,7 @@ def words(text: str) -> list[str]:
 
 
 def overlap(ours: list[str], gold: list[str]) -> float:
-    """F1 over words. If a side has no words, it is 1 if the other has none either."""
+    """F1 over words. It is 1 if neither side has words, and 0 if only one has."""
     if not ours or not gold:
         return float(ours == gold)
     return 2 * (Counter(ours) & Counter(gold)).total() / (len(ours) + len(gold))
@@ -176,9 +176,8 @@ def best_threshold(
     order = np.argsort(margin, kind="stable")
     empty = np.array([of_answer("", golds) for golds in right])
     gain = np.array([of_answer(*pair) for pair in zip(answers, right, strict=True)]) - empty
-    totals = empty.sum(0) + np.vstack(
-        [[0, 0], gain[order].cumsum(0)]
-    )  # if the first k are answered
+    # row k: the sums if the first k questions are answered
+    totals = empty.sum(0) + np.vstack([[0, 0], gain[order].cumsum(0)])
     margin = margin[order]
     ends = np.r_[0, 1 + np.flatnonzero(margin[1:] > margin[:-1]), len(margin)]  # not within ties
     exact, f1 = (totals[ends, i] / len(right) for i in (0, 1))

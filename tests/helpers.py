@@ -12,9 +12,11 @@ import subprocess
 import sys
 import traceback
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +45,17 @@ TINY = [
     "optim.lr=1e-3",
 ]
 NO_DROPOUT = ["model.dropout=0", "model.attention_dropout=0"]
+
+
+@cache
+def script(name: str) -> ModuleType:
+    """A Python file of docs/ as a module."""
+    spec = spec_from_file_location(name, ROOT / f"docs/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def task(kind: str, outputs: int = 0, pair_scale: float = 0.0, **more: Any) -> Task:

@@ -16,14 +16,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache, wraps
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, script
 
 from xformer import command as commands
 from xformer import config
@@ -43,20 +41,9 @@ NAMES = {page: str(page.relative_to(ROOT)) for page in PAGES}
 
 
 @cache
-def reference() -> ModuleType:
-    """The hook of MkDocs, docs/reference.py."""
-    spec = spec_from_file_location("reference", DOCS / "reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["reference"] = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@cache
 def generated() -> dict[Path, str]:
     """The text of each page that the hook writes, by the path that it has among the others."""
-    pages = {DOCS / path: write() for path, _, write in reference().PAGES}
+    pages = {DOCS / path: write() for path, _, write in script("reference").PAGES}
     return pages | {DOCS / "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")}
 
 
@@ -223,8 +210,8 @@ def stopping(complete: bool) -> ExitStack:
 
     stack = ExitStack()
     stack.enter_context(patch.object(CommandParser, "parse_known_args", parse))
-    stack.callback(reference().put, validate, plain_validate)
-    reference().put(plain_validate, validate)
+    stack.callback(script("reference").put, validate, plain_validate)
+    script("reference").put(plain_validate, validate)
     # the first things that `evaluate` and `study` do with their arguments
     stack.enter_context(patch("xformer.checkpoint.load", side_effect=Parsed))
     stack.enter_context(patch("xformer.study.__main__.Plan", side_effect=Parsed))
@@ -321,7 +308,7 @@ def test_a_wrong_command_is_noticed(line: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_functions_are_put_back() -> None:
     parse(["train", "pretrain/mini", "data=a", "run=b"], True)
-    reference().help_of("evaluate")
+    script("reference").help_of("evaluate")
     modules = [module for name, module in sys.modules.items() if name.startswith("xformer.")]
     for name in ("validate", "help_text"):
         given = {getattr(module, name) for module in modules if hasattr(module, name)}

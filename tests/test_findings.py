@@ -7,41 +7,27 @@ from __future__ import annotations
 import csv
 import json
 import re
-import sys
-from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, script
 
 LARGEST = 40_000_000  # bytes of results/
 PAGE = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
 
 
-@cache
-def script() -> ModuleType:
-    spec = spec_from_file_location("overview", ROOT / "docs/overview.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["overview"] = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def overview(text: str) -> list[list[str]]:
-    table = text.split(script().BEGIN)[1].split(script().END)[0]
+    table = text.split(script("overview").BEGIN)[1].split(script("overview").END)[0]
     rows = [line.strip("|").split("|") for line in table.strip().splitlines()]
     return [[cell.strip() for cell in row] for row in rows]
 
 
 def test_the_overview_is_of_the_present_results_and_tables() -> None:
-    assert script().page(PAGE) == PAGE, "write it anew: python docs/overview.py"
+    assert script("overview").page(PAGE) == PAGE, "write it anew: python docs/overview.py"
     verdicts = [row[1].strip("*") for row in overview(PAGE)[2:]]
     assert set(verdicts) == {"holds", "fails", "undecided"}
-    printed = [row[1].strip("*") for row in script().rows_printed(PAGE)]
+    printed = [row[1].strip("*") for row in script("overview").rows_printed(PAGE)]
     said = re.search(r"Of the (\d+) claims below, (\d+) are undecided \((\d+) %\)", PAGE)
     assert said is not None
     numbers = len(printed), printed.count("undecided")
@@ -49,9 +35,12 @@ def test_the_overview_is_of_the_present_results_and_tables() -> None:
 
 
 def test_every_study_of_the_findings_says_what_is_kept() -> None:
-    studies = dict(script().sections(PAGE))
+    studies = dict(script("overview").sections(PAGE))
     for section in PAGE.split("\n## ")[1:]:
-        if re.search(r"^\|.*\d.*\|$", section, re.MULTILINE) and script().BEGIN not in section:
+        if (
+            re.search(r"^\|.*\d.*\|$", section, re.MULTILINE)
+            and script("overview").BEGIN not in section
+        ):
             assert section in studies.values(), f"name the study: {section[:60]}"
     kept = {row[-2].strip("`"): row[-1] for row in overview(PAGE)[2:]}
     assert {f"{study}-mini" for study in studies} <= kept.keys()
@@ -85,7 +74,7 @@ def test_kept_claims_take_the_place_of_printed_ones(tmp_path: Path) -> None:
     parts = [part, {**part, "part": "high", "shown": "+4.0", "published": None}]
     path = tmp_path / "huang2021-heads-mini.claims.json"
     path.write_text(json.dumps({"claims": parts}))
-    text = script().page(PAGE, tmp_path)
+    text = script("overview").page(PAGE, tmp_path)
     first = "| a is better | **holds** | low +1.2 ± 0.5; high +4.0 | low -2.0 | 3 | 3.2 | "
     first += "0123abc of 2026 | `huang2021-heads-mini` | results/huang2021-heads-mini.claims.json |"
     assert first in text
@@ -94,4 +83,4 @@ def test_kept_claims_take_the_place_of_printed_ones(tmp_path: Path) -> None:
     del part["shown"]
     path.write_text(json.dumps({"claims": [part]}))
     with pytest.raises(ValueError, match="run the study huang2021-heads-mini again"):
-        script().page(PAGE, tmp_path)
+        script("overview").page(PAGE, tmp_path)

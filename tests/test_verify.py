@@ -4,14 +4,11 @@ SQuAD's own script do. (tests/test_resampling.py checks it on whole directories.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
-from helpers import ROOT
+from helpers import script
 from test_spans import OFFICIAL, official
 
 from xformer.predictions import write
@@ -19,27 +16,17 @@ from xformer.tasks.known import kind_of
 from xformer.tasks.task import Head, Predictions, Questions
 
 
-@cache
-def script() -> ModuleType:
-    spec = spec_from_file_location("verify", ROOT / "docs/verify.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def again(predictions: Predictions, path: Path) -> dict[str, float]:
     """The scores that the script computes from the file of these predictions."""
     write(path, predictions, "key")
     with np.load(path) as file:
-        scores: dict[str, float] = script().scores(dict(file))
+        scores: dict[str, float] = script("verify").scores(dict(file))
     return scores
 
 
 @pytest.mark.parametrize("model", OFFICIAL)
 def test_answers_score_as_by_the_official_script(model: str, shared: Path) -> None:
-    scores = script().squad(*official(shared, model))
+    scores = script("verify").squad(*official(shared, model))
     kinds = ("", "answerable_", "unanswerable_")
     values = [100 * scores[f"{kind}{name}"] for kind in kinds for name in ("exact_match", "f1")]
     assert values == pytest.approx(OFFICIAL[model], rel=1e-12)

@@ -317,7 +317,7 @@ def _check_known(tokenizer: Tokenizer, encoded: Sequence[np.ndarray]) -> None:
 def _check_lengths(
     checkpoint: Checkpoint, texts: Sequence[str], encoded: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> None:
-    """Raise BadInput if a sentence has no tokens, or more than the model takes."""
+    """Raise BadInput if a sentence has no tokens, or too many for the model."""
     lengths = np.array([len(ids) for ids, _ in encoded])
     longest, most = int(lengths.argmax()), checkpoint.config.max_positions
     if not lengths.min():

@@ -197,6 +197,9 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
     plan.digests.save()
     for line in _lacking(plan):
         say(f"missing: {line}", error=True)
+    for job in plan.jobs.values():
+        if job.done:  # perhaps by a call without kept=
+            ledger.keep(job, again=False)
     ledger.unpack()
     outcomes = pool.run_plan(plan, executor, ledger.keep)
     say(*write_report(Results(plan), outcomes, directory).split("\n"))

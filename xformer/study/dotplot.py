@@ -16,9 +16,9 @@ from xformer.study.claims import Verdict
 WIDTH, EDGE, ROW = 420, 30, 44  # pixels: the picture, its margin on both sides, a row
 OURS, THEIRS = "#0072B2", "#D55E00"  # the first colours of the style
 LEGEND = (
-    "A dot is the difference of one seed, the diamond their mean, and the bar its 95 % interval. "
-    "The solid line is no difference, a dashed line the margin, an orange triangle the published "
-    "difference."
+    "Each dot is the difference of one seed. The diamond is their mean, and the bar is the 95 % "
+    "interval of the mean. The solid line marks 0. Dashed lines mark the margin, and orange "
+    "triangles the published difference."
 )
 
 
