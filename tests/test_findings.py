@@ -28,7 +28,9 @@ def test_the_overview_is_of_the_present_results_and_tables() -> None:
     verdicts = [row[1].strip("*") for row in overview(PAGE)[2:]]
     assert set(verdicts) == {"holds", "fails", "undecided"}
     printed = [row[1].strip("*") for row in script("overview").rows_printed(PAGE)]
-    said = re.search(r"Of the (\d+) claims below, (\d+) are undecided \((\d+) %\)", PAGE)
+    said = re.search(
+        r"Of the (\d+) claims in the sections below, (\d+) are undecided \((\d+) %\)", PAGE
+    )
     assert said is not None
     numbers = len(printed), printed.count("undecided")
     assert tuple(map(int, said.groups())) == (*numbers, round(100 * numbers[1] / numbers[0]))
