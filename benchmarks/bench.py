@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from xformer.data.errors import Failure
+from xformer.data.errors import BadInput, Failure
 
+PEERS = ("transformers", "accelerate", "datasets")
 ROOT = Path(__file__).resolve().parents[1]
 Took = dict[str, float]  # the measurements of one contestant in one round, by name
 Contestants = Mapping[str, Callable[[], Took]]
@@ -192,6 +194,12 @@ def module(bench: Bench, name: str, job: dict[str, Any]) -> tuple[Took, Ended]:
     ended = command(bench, ["-m", f"benchmarks.{name}", json.dumps(job)])
     took: Took = json.loads(ended.out.strip().splitlines()[-1])
     return took, ended
+
+
+def require_peers() -> None:
+    """Raise BadInput if a package of the other side is not installed."""
+    if missing := [package for package in PEERS if find_spec(package) is None]:
+        raise BadInput(f"{', '.join(missing)} not installed: pip install -e '.[bench]'")
 
 
 def fresh(folder: Path) -> Path:

@@ -8,10 +8,13 @@ import re
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.bench import cores
+from xformer.data.errors import BadInput
+from xformer.data.files import read_json
 
 SETS = ("amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")
 NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")
@@ -74,3 +77,21 @@ def versions() -> str:
 def load() -> float:
     """The load average of the last minute."""
     return os.getloadavg()[0]
+
+
+def earlier(page: Path, setup: dict[str, str]) -> list[dict[str, Any]]:
+    """What the JSON of an earlier benchmark has under `measured`; nothing without such a file.
+    Raises BadInput if it was measured on another machine or with other versions than `setup`."""
+    if not page.is_file():
+        return []
+    old = read_json(page)
+    for name, value in setup.items():
+        # the speed of matrix products is measured anew each time
+        before, now = (text.split(". Large matrix")[0] for text in (old[name], value))
+        if before != now:
+            raise BadInput(
+                f"{page} was measured with {before}, not {now}, so its rows cannot "
+                "be mixed with new ones; measure all parts, or delete it"
+            )
+    measured: list[dict[str, Any]] = old["measured"]
+    return measured

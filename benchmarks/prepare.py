@@ -110,15 +110,19 @@ def task(bench: Bench, name: str) -> Store:
 
 def full_rows(bench: Bench) -> Store:
     """The same text, joined and cut into full rows."""
-    path = bench.folder / "full"
+    return joined(bench, lines(bench), bench.folder / "full")
+
+
+def joined(bench: Bench, store: Store, path: Path) -> Store:
+    """A store of the split `train` of another one, joined and cut into full rows."""
     if not path.exists():
-        bare, text = bench.size.length - 2, lines(bench).split("train")
-        ids = np.asarray(text.columns["tokens"].values)
+        bare = bench.size.length - 2
+        ids = np.asarray(store.split("train").columns["tokens"].values)
         count = len(ids) // bare
-        with create_store(path, tokenizer(bench), {"tokens": ""}) as store:
-            with store.split("train") as split:
+        with create_store(path, store.tokenizer(), {"tokens": ""}) as writer:
+            with writer.split("train") as split:
                 split.append_ragged("tokens", ids[: count * bare], np.full(count, bare))
-            store.finish("text", (), None, {"of": "lines"})
+            writer.finish("text", (), None, {"of": store.path.name})
     return open_store(path)
 
 

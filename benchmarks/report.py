@@ -121,16 +121,16 @@ TITLES = {
 }
 
 
-def write(page: Path, text: str) -> None:
-    """Replace the section of an existing page, or start a page with it. Raises BadInput if the page
-    lacks the marks."""
+def write(page: Path, text: str, begin: str = BEGIN) -> None:
+    """Replace the section of an existing page that starts with the mark `begin`, or start a page
+    with it. Raises BadInput if the page lacks the marks."""
     if not page.exists():
         page.write_text(f"# Benchmarks\n\n{text}\n", encoding="utf-8")
         return
     old = page.read_text(encoding="utf-8")
-    if BEGIN not in old or END not in old:
-        raise BadInput(f"{page} has no place for the table: add the lines {BEGIN} and {END}")
-    before, after = old.split(BEGIN)[0], old.split(END, 1)[1]
+    if begin not in old or END not in old:
+        raise BadInput(f"{page} has no place for the table: add the lines {begin} and {END}")
+    before, after = old.split(begin)[0], old.split(END, 1)[1]
     page.write_text(f"{before}{text}{after}", encoding="utf-8")
 
 

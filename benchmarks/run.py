@@ -21,16 +21,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks import machine, parts, prepare, report
-from benchmarks.bench import FULL, QUICK, SHORT, Bench, Row, cores, say
+from benchmarks.bench import FULL, QUICK, SHORT, Bench, Row, cores, require_peers, say
 from benchmarks.quick import make_data
 from benchmarks.report import Measured
 from xformer.data.arguments import CommandParser, whole_number
 from xformer.data.errors import BadInput
-from xformer.data.files import read_json, write_json
+from xformer.data.files import write_json
 from xformer.start import run
 
 TABLE: dict[str, Callable[[Bench], list[Row]]] = {
@@ -48,7 +47,6 @@ FOOTNOTES: dict[str, Callable[[Bench], list[Row]]] = {
 }
 # also measured in bf16 if the processor has bf16 instructions
 IN_BF16 = ("mixed", "full", "tasks", "evaluation", "whole", "settings")
-NEEDS = ("transformers", "accelerate", "datasets")
 
 
 def main() -> None:
@@ -85,8 +83,7 @@ def _arguments() -> argparse.Namespace:
     known = [*TABLE, *FOOTNOTES]
     if unknown := [part for part in arguments.parts if part not in known]:
         raise BadInput(f"unknown part {unknown[0]!r}; the parts are {', '.join(known)}")
-    if missing := [package for package in NEEDS if find_spec(package) is None]:
-        raise BadInput(f"{', '.join(missing)} not installed: pip install -e '.[bench]'")
+    require_peers()
     if arguments.data is None and not arguments.quick:
         wanted = f"a directory with {prepare.TEXT} and more, see --help"
         raise BadInput(f"--data DIR must be given: {wanted}")
@@ -168,23 +165,10 @@ def measure(name: str, bench: Bench) -> Measured:
 
 
 def _kept(page: Path, setup: dict[str, str]) -> list[Measured]:
-    """The parts that an earlier run measured. Raises BadInput if it had another machine or other
-    versions.
-    """
-    if not page.is_file():
-        return []
-    old = read_json(page)
-    for name, value in setup.items():
-        # the speed of matrix products is measured anew each time
-        before, now = (text.split(". Large matrix")[0] for text in (old[name], value))
-        if before != now:
-            raise BadInput(
-                f"{page} was measured with {before}, not {now}, so its rows cannot "
-                "be mixed with new ones; measure all parts, or delete it"
-            )
+    """The parts that an earlier run measured."""
     return [
         Measured(**{**part, "rows": [Row(**row) for row in part["rows"]]})
-        for part in old["measured"]
+        for part in machine.earlier(page, setup)
     ]
 
 

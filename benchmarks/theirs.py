@@ -31,6 +31,10 @@ class Job:
     rows: int
     steps: int = 0
     warmup: int = 0  # steps before the clock starts
+    lr: float = 1e-4
+    decay: float = 0.0  # weight decay
+    rise: float = 0.0  # share of the steps in which the rate rises
+    seed: int = 42
     sampling: Literal["random", "sequential", "group_by_length"] = "random"
     precision: Literal["fp32", "bf16"] = "fp32"
     threads: int = 1
@@ -86,7 +90,10 @@ def trainer(job: Job, clock: Clock) -> CountingTrainer:
         per_device_train_batch_size=job.rows,
         per_device_eval_batch_size=job.rows,
         max_steps=job.steps or 1,
-        learning_rate=1e-4,
+        learning_rate=job.lr,
+        weight_decay=job.decay,
+        warmup_steps=job.rise,
+        seed=job.seed,
         train_sampling_strategy=job.sampling,
         bf16=job.precision == "bf16",
         use_cpu=True,

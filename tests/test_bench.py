@@ -15,7 +15,7 @@ from helpers import Forks, command, good
 from tiny import padded
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import ceiling, ours, prepare, report, run
+from benchmarks import bench, ceiling, ours, prepare, report, run
 from benchmarks.bench import QUICK, Bench, Ended, Row
 from benchmarks.machine import has_bf16
 from benchmarks.quick import make_data
@@ -234,7 +234,7 @@ def test_the_page_keeps_the_text_outside_the_marks(tmp_path: Path) -> None:
 
 
 def test_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(run, "find_spec", lambda name: True)
+    monkeypatch.setattr(bench, "find_spec", lambda name: True)
 
     def refused(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["benchmarks.run", *arguments])
@@ -249,7 +249,7 @@ def test_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "unknown part 'mixde'; the parts are mixed, full" in refused("mixde", "--quick")
     assert "--rounds: 0 is not allowed; it must be at" in refused("--quick", "--rounds", "0")
     assert "is not a directory" in refused("--quick", "--output", str(tmp_path / "absent"))
-    monkeypatch.setattr(run, "find_spec", lambda name: None if name == "accelerate" else True)
+    monkeypatch.setattr(bench, "find_spec", lambda name: None if name == "accelerate" else True)
     assert "accelerate not installed: pip install -e '.[bench]'" in refused("--quick")
 
 

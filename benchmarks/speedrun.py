@@ -1,0 +1,250 @@
+"""Measure the minutes until a validation loss: three ways to pre-train the same small encoder.
+
+    python -m benchmarks.speedrun --data DIR --output docs
+    python -m benchmarks.speedrun --data DIR --only fast --seeds 0
+
+DIR holds english_books and english_wikipedia. All contenders have the tokenizer of micro/english,
+4 layers of width 256, and the same text:
+
+    trainer   BERT's recipe (benchmarks/bert.toml) in the Trainer of transformers, on full rows
+    bert      BERT's recipe in train.py
+    fast      the recipe pretrain/micro-fast in train.py
+
+A run counts from the start of its command to the end, when its checkpoint is written. Its length is
+fixed beforehand. Then one program scores all checkpoints: the loss of the text of `valid`, of whose
+tokens 15 % are masked, the same ones every time. --output adds the runs to DIR/speedrun.json and
+replaces the table in DIR/speedrun.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean
+
+from benchmarks import machine, prepare, report
+from benchmarks.bench import FULL, ROOT, Bench, command, fresh, module, require_peers, say
+from xformer import checkpoint as checkpoints
+from xformer.checkpoint import Head
+from xformer.config import load
+from xformer.convert.hf import from_hf, to_hf
+from xformer.data.arguments import CommandParser, whole_number
+from xformer.data.batch import Assembler
+from xformer.data.errors import BadInput
+from xformer.data.files import write_json
+from xformer.data.store import open_store
+from xformer.parallel import processes
+from xformer.parallel.processes import SystemConfig
+from xformer.recipe import Recipe
+from xformer.scoring import score
+from xformer.start import run
+
+TARGET = 5.4  # nats: the loss that every contender has to reach
+TEXTS = ("english_books/train.txt.gz", "english_wikipedia/train.txt")
+VALID = "english_wikipedia/valid.txt"
+BERT, FAST = ROOT / "benchmarks/bert.toml", ROOT / "recipes/pretrain/micro-fast.toml"
+NAMES = {
+    "trainer": "BERT's recipe in the Trainer",
+    "bert": "BERT's recipe here",
+    "fast": "`pretrain/micro-fast` here",
+}
+BEGIN = "<!-- written by benchmarks.speedrun -->"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A run: its seconds in all, and the loss (nats) and accuracy of its checkpoint."""
+
+    contender: str
+    seed: int
+    steps: int
+    seconds: float
+    loss: float
+    accuracy: float
+
+
+# --------------------------------------------------------------------------- the contenders
+
+
+def text(bench: Bench) -> Path:
+    """The store of the English text, in rows of at most `bench.size.length` tokens."""
+    path = bench.folder / "text"
+    if not path.exists():
+        raw = [str(bench.data / name) for name in TEXTS]
+        files = ["--input", *raw, "--valid", str(bench.data / VALID), "--output", str(path)]
+        rows = ["--skip-lines", prepare.FOOTNOTE, "--max-tokens", str(bench.size.length - 4)]
+        say("making the store")
+        command(bench, ["preprocess.py", "text", *files, "--tokenizer", "micro/english", *rows])
+    return path
+
+
+def settings(bench: Bench, recipe: Path, seed: int) -> list[str]:
+    """The recipe and the settings of one of our runs."""
+    own = [f"data={text(bench)}", f"run={bench.folder / 'run'}", f"seed={seed}", "overwrite=true"]
+    return [str(recipe), *own, f"system.threads={bench.threads}", *bench.ours]
+
+
+def ours(bench: Bench, recipe: Path, seed: int) -> tuple[Path, float]:
+    """(checkpoint, seconds) of train.py."""
+    out = fresh(bench.folder / "run")
+    return out, command(bench, ["train.py", *settings(bench, recipe, seed)]).seconds
+
+
+def theirs(bench: Bench, recipe: Path, seed: int) -> tuple[Path, float]:
+    """(checkpoint, seconds) of the Trainer with the settings of our recipe. It gets the text as
+    full rows, as run_mlm makes them, and the initial weights as a directory."""
+    same = load(Recipe, settings(bench, recipe, seed))
+    table, weights, out = (bench.folder / name for name in ("table", "weights", "trainer"))
+    if not table.exists():
+        say("making the Trainer's table")
+        rows = prepare.joined(bench, open_store(text(bench)), bench.folder / "rows")
+        prepare.table(prepare.assembler(bench, rows), table)
+    tokenizer = open_store(text(bench)).tokenizer()
+    encoder = checkpoints.fresh(same.model, tokenizer, seed)
+    to_hf(encoder.with_head(Head("mlm"), seed), fresh(weights))
+    job = {
+        "model": str(weights),
+        "table": str(table),
+        "output": str(fresh(out)),
+        "task": "mlm",
+        "rows": same.batch.tokens // bench.size.length,
+        "steps": same.train.steps,
+        "lr": same.optim.lr,
+        "decay": same.optim.weight_decay,
+        "rise": same.optim.warmup,
+        "seed": seed,
+        "save": True,
+        "precision": bench.precision,
+        "attention": "sdpa",
+        "threads": bench.threads,
+    }
+    _, ended = module(bench, "theirs", job)
+    converted = fresh(bench.folder / "converted")
+    imported = from_hf(out / f"checkpoint-{same.train.steps}")
+    checkpoints.save(imported.checkpoint, converted)
+    return converted, ended.seconds
+
+
+CONTENDERS: dict[str, Callable[[Bench, int], tuple[Path, float]]] = {
+    "trainer": lambda bench, seed: theirs(bench, BERT, seed),
+    "bert": lambda bench, seed: ours(bench, BERT, seed),
+    "fast": lambda bench, seed: ours(bench, FAST, seed),
+}
+
+
+def loss(bench: Bench, path: Path) -> dict[str, float]:
+    """Loss and accuracy of a checkpoint on `valid`, 15 % of it masked."""
+    trained = checkpoints.load(path)
+    assert trained.head is not None
+    trained = replace(trained, head=replace(trained.head, masking=0.15))
+    ranks = processes.start(SystemConfig(threads=bench.threads))
+    split = open_store(text(bench)).split("valid")
+    rows = Assembler(split, trained.tokenizer, bench.size.length)
+    return score(trained.model().to(ranks.device), rows, ranks, "fp32").metrics
+
+
+# ------------------------------------------------------------------------------ the command
+
+
+def main() -> None:
+    """`python -m benchmarks.speedrun --data DIR`"""
+    arguments = _arguments()
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as place:
+        bench = Bench(arguments.data.resolve(), Path(place), FULL, ours=tuple(arguments.ours))
+        bench = replace(bench, precision="bf16" if machine.has_bf16() else "fp32")
+        page = (arguments.output or bench.folder) / "speedrun.json"
+        setup = {"machine": machine.words(), "versions": machine.versions()}
+        runs = [Timed(**one) for one in machine.earlier(page, setup)]
+        for seed in arguments.seeds:  # the contenders alternate
+            for name in arguments.only:
+                runs = [one for one in runs if (one.contender, one.seed) != (name, seed)]
+                runs.append(measure(bench, name, seed))
+                write_json(page, {**setup, "measured": [asdict(one) for one in runs]})
+        if arguments.output:
+            report.write(page.with_suffix(".md"), section(setup, runs), BEGIN)
+        print("\n".join(table(runs)))
+
+
+def measure(bench: Bench, name: str, seed: int) -> Timed:
+    """Train a contender and score its checkpoint."""
+    path, seconds = CONTENDERS[name](bench, seed)
+    got = loss(bench, path)
+    recipe = load(Recipe, settings(bench, FAST if name == "fast" else BERT, seed))
+    found = Timed(name, seed, recipe.train.steps, seconds, got["loss"], got["accuracy"])
+    say(f"{name}, seed {seed}: {seconds:.0f} s, loss {found.loss:.3f}")
+    return found
+
+
+def table(runs: list[Timed]) -> list[str]:
+    """A row for each contender: its steps, minutes and loss, and how many times as fast it is."""
+    lines = [
+        "| contender | seeds | steps | minutes | loss | accuracy | times as fast as the Trainer |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    minutes = {name: [one.seconds / 60 for one in runs if one.contender == name] for name in NAMES}
+    for name, what in NAMES.items():
+        mine = [one for one in runs if one.contender == name]
+        if not mine:
+            continue
+        faster = "-"
+        if minutes["trainer"]:
+            faster = f"{mean(minutes['trainer']) / mean(minutes[name]):.3g}"
+        losses = [one.loss for one in mine]
+        cells = (
+            what,
+            str(len(mine)),
+            f"{mine[0].steps:,}",
+            f"{mean(minutes[name]):.1f} ({min(minutes[name]):.1f} to {max(minutes[name]):.1f})",
+            f"{mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})",
+            f"{mean(one.accuracy for one in mine):.3f}",
+            faster,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def section(setup: dict[str, str], runs: list[Timed]) -> str:
+    """The part of the page that a run replaces."""
+    return "\n".join(
+        [BEGIN, "", ". ".join([*setup.values(), ""]), "", *table(runs), "", report.END]
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    """The command line. Raises BadInput if an argument is wrong, or a package is not installed."""
+    parser = CommandParser(
+        prog="python -m benchmarks.speedrun",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--data", type=Path, metavar="DIR", required=True, help="The directory of the raw data.")
+    add("--only", nargs="+", choices=list(NAMES), default=list(NAMES), help="These contenders.")
+    add("--seeds", nargs="+", type=whole_number(0), default=[0, 1, 2], help="Default: 0 1 2.")
+    add("--output", type=Path, metavar="DIR", help="Where speedrun.json and speedrun.md are.")
+    add("--scratch", type=Path, metavar="DIR", help="The working directory (1 GB).")
+    add(
+        "--ours",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="A further setting of every contender; can be repeated.",
+    )
+    arguments = parser.parse_args()
+    for name in (*TEXTS, VALID):
+        if not (arguments.data / name).is_file():
+            wanted = ", ".join((*TEXTS, VALID))
+            raise BadInput(f"{arguments.data / name} does not exist; --data needs {wanted}")
+    for folder in (arguments.output, arguments.scratch):
+        if folder is not None and not folder.is_dir():
+            raise BadInput(f"{folder} is not a directory; create it first")
+    if "trainer" in arguments.only:
+        require_peers()
+    return arguments
+
+
+if __name__ == "__main__":
+    run(main)
