@@ -19,6 +19,7 @@ from xformer.data import mapping
 from xformer.data.batch import Assembler, rows_of
 from xformer.data.errors import BadInput, typed
 from xformer.data.joined import Joined, open_stores
+from xformer.data.masking import MaskSchedule
 from xformer.data.mixture import Mixture
 from xformer.data.sampler import Samples, Stream
 from xformer.data.store import Store
@@ -116,21 +117,17 @@ class Setup:
         recipe, batch = self.recipe, self.recipe.batch
         end = 2**62 if recipe.train.steps else self.length(0, recipe.train.epochs)
         stream = Stream(self.samples, end, self.train.sizes, batch.rows, batch.tokens)
-        seed, masks = recipe.seed.of("masks"), recipe.masking
-        predicts = self.task.predicts_masked
-        planned = planned_samples(recipe, self.train, self.samples) if masks.final else 1
-        return Feed(
-            self.train,
-            stream,
-            self.ranks,
-            batch.accumulate,
-            seed,
-            masks.probability if predicts else 0.0,
-            fixed,
-            masks.final if predicts else None,
-            planned,
-            masks.spans,
-        )
+        masking = self._masking() if self.task.predicts_masked else None
+        return Feed(self.train, stream, self.ranks, batch.accumulate, masking, fixed)
+
+    def _masking(self) -> MaskSchedule:
+        """What share of the tokens is masked, and when."""
+        recipe, masks = self.recipe, self.recipe.masking
+        seed, first = recipe.seed.of("masks"), masks.probability
+        if masks.final is None:
+            return MaskSchedule(seed, first, first, spans=masks.spans)
+        planned = planned_samples(recipe, self.train, self.samples)
+        return MaskSchedule(seed, first, masks.final, planned, masks.spans)
 
     def assembler(self, split: str) -> Assembler:
         """The assembler for a split of the run's store."""
