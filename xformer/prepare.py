@@ -126,8 +126,17 @@ class Setup:
         seed, first = recipe.seed.of("masks"), masks.probability
         if masks.final is None:
             return MaskSchedule(seed, first, first, spans=masks.spans)
-        planned = planned_samples(recipe, self.train, self.samples)
-        return MaskSchedule(seed, first, masks.final, planned, masks.spans)
+        return MaskSchedule(seed, first, masks.final, self.planned, masks.spans)
+
+    @property
+    def planned(self) -> int:
+        """The number of samples in the whole run, after which the weights of a mixture and the
+        share of masked tokens have their final values. See `planned_samples`."""
+        if self.recipe.mixture.final and isinstance(self.samples, Mixture):
+            # not from the rows at the beginning: if their lengths differ from those of later rows,
+            # the masking would end at another sample than the mixture
+            return self.samples.planned
+        return planned_samples(self.recipe, self.train, self.samples)
 
     def assembler(self, split: str) -> Assembler:
         """The assembler for a split of the run's store."""
@@ -581,11 +590,10 @@ def identity_of(setup: Setup) -> dict[str, Any]:
     config = setup.recipe.model_dump(mode="json")
     identity = {k: v for k, v in config.items() if k not in ("run", "overwrite", "system")}
     identity["data"] = setup.store.key
-    if isinstance(setup.samples, Mixture) and setup.recipe.mixture.final:
-        identity["mixture"]["samples"] = setup.samples.planned  # the order depends on it
+    if setup.recipe.mixture.final:
+        identity["mixture"]["samples"] = setup.planned  # the order depends on it
     if setup.recipe.masking.final is not None:
-        planned = planned_samples(setup.recipe, setup.train, setup.samples)
-        identity["masking"]["samples"] = planned
+        identity["masking"]["samples"] = setup.planned
     if setup.recipe.init is not None:
         identity["init"] = checkpoints.content_key(checkpoints.resolve(setup.recipe.init))
     inputs = [registry.content(operation) for operation in setup.recipe.surgery]
