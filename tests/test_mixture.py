@@ -169,9 +169,7 @@ def test_a_resumed_mixture_equals_one_that_never_stopped(
     same(runs[1], runs[0])
 
 
-def test_the_masking_ends_where_the_mixture_ends(
-    forks: Forks, data: Toys, tmp_path: Path
-) -> None:
+def test_the_masking_ends_where_the_mixture_ends(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """The rows of the second store are four times as long, so the rows at the beginning do not say
     how many rows the run has."""
     short, long = tmp_path / "short", tmp_path / "long"

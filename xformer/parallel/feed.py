@@ -143,13 +143,13 @@ class Feed:
             if len(steps) == STEPS_AHEAD:
                 break
         self.at_once = min(TOKENS_AHEAD, 4 * made)
-        if self.masking is not None and self.masking.changes:  # each step has its own share
+        if self.masking is None or not self.masking.changes:
+            batches = self._batches(parts, 0)  # every sample has the same share
+        else:
             left = iter(parts)
             batches = chain.from_iterable(
                 self._batches([*islice(left, own)], at) for at, _, own, *_ in steps
             )
-        else:
-            batches = self._batches(parts, 0)  # the share is the same at every sample
         return {
             at: Step(end, [*islice(batches, own)], work, given)
             for at, end, own, work, given in steps
