@@ -104,9 +104,9 @@ class EvaluateConfig(Settings):
     """How token ids of the store become those of the model (see `python train.py --help`). Default:
     the mapping that the checkpoint was trained with."""
     blimp: str | None = None
-    """Minimal pairs on which to score a masked language model: the archive BLiMP.zip, a directory,
-    or a single file of JSON lines with sentence_good, sentence_bad, UID (the paradigm) and
-    linguistics_term (the phenomenon)."""
+    """Minimal pairs on which to score a masked language model: the archive BLiMP.zip, the
+    directory to which it was unpacked, or a single file of JSON lines with sentence_good,
+    sentence_bad, UID (the paradigm) and linguistics_term (the phenomenon)."""
     pll: PLL = "word-l2r"
     """The pseudo-log-likelihood (PLL) by which sentences are compared. original: each token is
     predicted while it alone is masked, and the log-probabilities are added up (Salazar et al.
