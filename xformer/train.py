@@ -88,17 +88,17 @@ def train(
         return
     ranks.on_rank_zero(lambda: setup.trajectory.check_room(run.path, state.step))
     ranks.on_rank_zero(lambda: run.begin(config, state.step))
-    _train_from(begun, newest is not None, state, setup, run, config, until)
+    _train_from(begun, state, setup, run, config, until, own=newest is not None)
 
 
 def _train_from(
     begun: str | None,
-    own: bool,
     state: State,
     setup: Setup,
     run: Run,
     config: dict[str, Any],
     until: int,
+    own: bool,
 ) -> None:
     """Train from the checkpoint `begun`, which has this `state`, or without one from the beginning.
     The checkpoint is the run's `own`, or that of `train.branch_from`. `config` is the content of
