@@ -102,6 +102,34 @@ def test_a_branch_equals_the_run_that_decayed_there(
         assert rows[0] == rows[1]
 
 
+def test_a_branch_without_checkpoints_verifies_its_source_again(
+    forks: Forks, data: Toys, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """All checkpoints of the branch are damaged, and so is the one that it came from."""
+    copy, run = tmp_path / "long", tmp_path / "branch"
+    shutil.copytree(runs["long"], copy)
+    source = copy / "checkpoints/step_8"
+    line = training(SMOKE, data.text, run, *SHORT, f"train.branch_from={source}")
+    good(forks.run(*line))
+    damage(*(path / "model.safetensors" for path in (run / "checkpoints").glob("step_*")))
+    damage(source / "optimizer.safetensors")
+    done = forks.run(*line)
+    assert done.status == 2
+    assert "step_12 was renamed to damaged_step_12" in done.err
+    assert f"{source}/optimizer.safetensors is damaged: its checksum differs" in done.err
+    shutil.copytree(runs["long"], copy, dirs_exist_ok=True)
+    assert f"branching from {source} at step 8" in good(forks.run(*line)).err
+    assert content(run)["step_12"] == content(runs["short"])["step_12"]
+
+
+def damage(*files: Path) -> None:
+    """Change the last byte of each file."""
+    for file in files:
+        changed = bytearray(file.read_bytes())
+        changed[-1] ^= 1
+        file.write_bytes(changed)
+
+
 def test_two_ranks_branch_too(
     forks: Forks, data: Toys, runs: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -139,9 +167,6 @@ def test_what_is_no_branch_is_refused(
     place = f"train.branch_from={copy}/checkpoints/step_8"
     asks("optim.warmup=0.15", place, "has another warm-up: give optim.warmup in steps")
     shutil.copytree(runs["long"], copy, dirs_exist_ok=True)
-    weights = copy / "checkpoints/step_8/model.safetensors"
-    damaged = bytearray(weights.read_bytes())
-    damaged[-1] ^= 1
-    weights.write_bytes(damaged)
+    damage(copy / "checkpoints/step_8/model.safetensors")
     asks(place, "model.safetensors")
     assert not run.exists()

@@ -26,6 +26,7 @@ from benchmarks.steps import CNN, SHAPE, TASKS
 from xformer.data.batch import Batch
 from xformer.data.capacity import Capacities, least_filler
 from xformer.data.errors import BadInput
+from xformer.data.masking import MaskSchedule
 from xformer.data.sampler import Samples, Stream
 from xformer.model.config import ModelConfig
 from xformer.parallel import compiled
@@ -246,7 +247,8 @@ def test_a_rank_that_never_has_rows_has_a_capacity() -> None:
     assembler: Any = Lengths(lengths, 128)
     for rank in range(2):
         stream = Stream(Samples(len(lengths), 0), 20, assembler.sizes, 1)
-        feed = Feed(assembler, stream, Ranks(rank, 2, CPU), masking=0.15, fixed=True)
+        masking = MaskSchedule.constant(0, 0.15)
+        feed = Feed(assembler, stream, Ranks(rank, 2, CPU), masking=masking, fixed=True)
         assert feed.capacities is not None
         assert [c.tokens for c in feed.capacities.known] == [16]
 

@@ -24,14 +24,14 @@ from xformer.convert import __main__ as convert
 from xformer.data import vocabularies
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
-from xformer.data.rows import split_of, write_store
+from xformer.data.memory import split_of
+from xformer.data.rows import write_store
 from xformer.data.store import open_store
 from xformer.parallel.processes import ALONE
 from xformer.preprocess import cli
 from xformer.preprocess.tasks import predict
 from xformer.preprocess.tasks.tables import Form, RowTable
 from xformer.recipe import Recipe
-from xformer.scoring import assembler_for
 from xformer.session import announce
 from xformer.surgery.registry import parse_operation
 from xformer.tasks.task import Head
@@ -381,7 +381,7 @@ def test_text_needs_an_mlm_head(place: Path, english: Checkpoint) -> None:
     classifier = checkpoints.load(place / "classifier")
     for headless in (classifier, replace(english, head=None)):
         with pytest.raises(BadInput, match=r"no MLM head.*continue.*init=CHECKPOINT"):
-            assembler_for(headless, store, "valid", None)
+            evaluate.assembler_for(headless, store, "valid", None)
     with pytest.raises(BadInput, match=r"no MLM head.*continue"):
         evaluate.fill_mask(classifier, "a [MASK]", 1)
 

@@ -248,6 +248,21 @@ def test_bad_files(content: str | bytes, words: str, tmp_path: Path) -> None:
         read_pairs(tmp_path / "none.zip")
 
 
+def test_an_unpacked_archive_is_read_like_the_archive(archive: Path, tmp_path: Path) -> None:
+    """It has its files in a subdirectory, beside the files that macOS adds."""
+    with zipfile.ZipFile(archive) as file:
+        file.extractall(tmp_path)
+    resources = tmp_path / "__MACOSX/data"
+    resources.mkdir(parents=True, exist_ok=True)
+    (resources / "._some.jsonl").write_bytes(b"\x00\x05")
+    assert list(tmp_path.glob("*.jsonl")) == []
+    assert read_pairs(tmp_path) == read_pairs(archive)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(BadInput, match=r"holds no \.jsonl file, nor do"):
+        read_pairs(empty)
+
+
 def test_a_file_with_a_byte_order_mark_and_a_line_separator(tmp_path: Path) -> None:
     line = json.dumps({"sentence_good": "a\u2028b", "sentence_bad": "c"}, ensure_ascii=False)
     (tmp_path / "some.jsonl").write_bytes(f"\ufeff{line}\r\n\r\n{line}".encode())

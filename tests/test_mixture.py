@@ -13,12 +13,16 @@ from helpers import NO_DROPOUT, SMOKE, Forks, good, refused, training
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_train import AT_STEP, log, same
-from toys import Toys
+from toys import WORDS, Toys
 
+from xformer.config import parse_overrides, validate
 from xformer.data.files import read_json
 from xformer.data.mixture import Mixture
 from xformer.data.sampler import Stream
 from xformer.data.store import open_store
+from xformer.parallel.processes import ALONE
+from xformer.prepare import identity_of, prepare
+from xformer.recipe import Recipe
 from xformer.rows import batches_of
 
 # ------------------------------------------------------------------------------- the sequence
@@ -139,6 +143,14 @@ SETTINGS = {
         "batch.tokens=150",
         "batch.accumulate=2",
     ],
+    "masking": [
+        "mixture.weights=[1, 0]",
+        "mixture.final=[0, 1]",
+        "masking.probability=0.3",
+        "masking.final=0.1",
+        "train.steps=30",
+        "batch.tokens=200",
+    ],
 }
 
 
@@ -155,6 +167,35 @@ def test_a_resumed_mixture_equals_one_that_never_stopped(
     assert forks.run(*lines[1], before=killer).status == -signal.SIGKILL
     assert "from step 8" in good(forks.run(*lines[1])).err
     same(runs[1], runs[0])
+
+
+def test_the_masking_ends_where_the_mixture_ends(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """The rows of the second store are four times as long, so the rows at the beginning do not say
+    how many rows the run has."""
+    short, long = tmp_path / "short", tmp_path / "long"
+    for store, words in ((short, 4), (long, 16)):
+        text = store.with_suffix(".txt")
+        text.write_text("\n\n".join(" ".join(WORDS[:words]) for _ in range(200)))
+        tokenizer = ("--tokenizer", data.tokenizer, "--output")
+        good(forks.run("preprocess.py", "text", "--input", text, *tokenizer, store))
+    stores = f"data={json.dumps([str(short), str(long)])}"
+    values = [stores, "run=-", "head=mlm", "train.select=last", *SETTINGS["masking"]]
+    values += ["batch.tokens=2000", "batch.max_tokens=40"]
+    setup = prepare(validate(Recipe, parse_overrides(Recipe, values)), ALONE)
+    assert isinstance(setup.samples, Mixture)
+    feed, identity = setup.feed(), identity_of(setup)
+    assert feed.masking is not None
+    assert feed.masking.planned == setup.samples.planned
+    assert identity["mixture"]["samples"] == identity["masking"]["samples"] == setup.planned
+    position = 0
+    for _ in range(29):
+        position = feed.take(position).end
+    last = feed.take(position)
+    # a step leaves some tokens unused, so the run ends a little before the planned sample
+    assert 0.95 * setup.planned < last.end <= setup.planned
+    assert last.given is not None
+    assert last.given[0, 1] > 0.9 * last.given[0].sum()
+    assert feed.masking.share(position) == pytest.approx(0.1, abs=0.02)
 
 
 @pytest.mark.parametrize("name", ["weights", "final"])

@@ -24,7 +24,8 @@ from xformer.data import published, tokenizers
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.joined import open_stores
-from xformer.data.rows import split_of, write_store
+from xformer.data.memory import split_of
+from xformer.data.rows import write_store
 from xformer.data.store import open_store
 from xformer.data.writing import create_store
 from xformer.model.config import ModelConfig

@@ -27,7 +27,7 @@ from xformer.convert.card import Card
 from xformer.data import vocabularies
 from xformer.data.batch import Assembler
 from xformer.data.files import file_checksum, read_json
-from xformer.data.rows import split_of
+from xformer.data.memory import split_of
 from xformer.data.store import open_store
 from xformer.model.config import ModelConfig
 from xformer.parallel.processes import ALONE

@@ -33,9 +33,10 @@ from xformer.data import published, vocabularies
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.store import UNLABELLED, UNSEEN, Ragged, Split, Store, open_store
-from xformer.data.tags import IGNORED, encode_words, is_bio
+from xformer.data.tags import IGNORED, is_bio
 from xformer.data.tokenizers import Tokenizer
 from xformer.preprocess import cli
+from xformer.preprocess.tasks.first_tokens import encode_words
 from xformer.tasks import tag
 from xformer.tasks.known import task_of
 from xformer.tasks.task import Head, Predictions

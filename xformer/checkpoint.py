@@ -38,7 +38,6 @@ from xformer.data.files import (
     read_json,
     read_own_json,
     read_run_json,
-    refuse_existing,
     what_is,
     write_json,
 )
@@ -382,17 +381,6 @@ def save_tensors(tensors: dict[str, Tensor], path: str | Path) -> None:
     mode = path.stat().st_mode
     save_file(separate, path, metadata={"format": "pt"})
     path.chmod(mode)  # the library restricts access to the file's owner
-
-
-def check_output(out: Path, overwrite: bool, *read: Path) -> None:
-    """Raise BadInput if a checkpoint cannot be written to `out`: if `out` exists and `overwrite` is
-    false, if it is not a checkpoint, or if it contains one of the input paths `read`."""
-    refuse_existing(out, overwrite)
-    if out.exists() and not (out / "manifest.json").is_file():
-        raise BadInput(f"{out} is not a checkpoint, so it is not overwritten; give another output")
-    inside = next((path for path in read if path.resolve().is_relative_to(out.resolve())), None)
-    if inside is not None:
-        raise BadInput(f"{out} contains the input {inside}: give another output")
 
 
 def resolve(path: str | Path) -> Path:

@@ -17,19 +17,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import BeforeValidator, Field
+from torch import Tensor
 
 from xformer import checkpoint as checkpoints
 from xformer import minimal_pairs, provenance
 from xformer.checkpoint import Checkpoint
 from xformer.config import MaybePaths, Settings, help_text, parse_overrides, validate
-from xformer.data.batch import Assembler
+from xformer.data import mapping
+from xformer.data.batch import Assembler, Batch
 from xformer.data.display import put, say
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, typed
 from xformer.data.files import write_text
 from xformer.data.joined import open_stores
-from xformer.data.store import open_store
+from xformer.data.store import Store, open_store
 from xformer.data.tokenizers import Tokenizer, load_tokenizer, unknown_note
 from xformer.minimal_pairs import PLL
 from xformer.ops import native
@@ -38,8 +41,7 @@ from xformer.parallel.precision import fast_on, reason_for_bf16, speed_note
 from xformer.parallel.processes import ALONE, Ranks, SystemConfig
 from xformer.predictions import FOLDER, write
 from xformer.run import is_run
-from xformer.scoring import assembler_for, longest_remedy, outputs_of, score, train_mlm
-from xformer.tasks.mlm import likeliest, with_masks
+from xformer.scoring import check_task, longest_remedy, outputs_of, score
 from xformer.tasks.task import Task, as_table, check_finite, to_device
 
 # A function that writes the rows of a file as the split `input` of a new store. Arguments: file,
@@ -104,9 +106,9 @@ class EvaluateConfig(Settings):
     """How token ids of the store become those of the model (see `python train.py --help`). Default:
     the mapping that the checkpoint was trained with."""
     blimp: str | None = None
-    """Minimal pairs on which to score a masked language model: the archive BLiMP.zip, a directory,
-    or a single file of JSON lines with sentence_good, sentence_bad, UID (the paradigm) and
-    linguistics_term (the phenomenon)."""
+    """Minimal pairs on which to score a masked language model: the archive BLiMP.zip, the
+    directory to which it was unpacked, or a single file of JSON lines with sentence_good,
+    sentence_bad, UID (the paradigm) and linguistics_term (the phenomenon)."""
     pll: PLL = "word-l2r"
     """The pseudo-log-likelihood (PLL) by which sentences are compared. original: each token is
     predicted while it alone is masked, and the log-probabilities are added up (Salazar et al.
@@ -130,15 +132,60 @@ def fill_mask(
     """
     task, tokenizer = checkpoint.task, checkpoint.tokenizer
     if task is None or not task.predicts_masked:
-        raise BadInput(f"this checkpoint has no MLM head, so it cannot fill a mask; {train_mlm()}")
-    batch = with_masks(tokenizer, text, checkpoint.config.max_positions)
+        raise BadInput(f"this checkpoint has no MLM head, so it cannot fill a mask; {_train_mlm()}")
+    batch = _with_masks(tokenizer, text, checkpoint.config.max_positions)
     if note := unknown_note(batch.tokens, tokenizer):
         say(note, error=True)
     model = checkpoint.model().to(ranks.device)
     with torch.no_grad(), ranks.autocast(precision):
         logits = model.logits(to_device(batch, ranks.device)).float().cpu()
     check_finite(logits.numpy(), "the text: the model's outputs at the masks")
-    return likeliest(logits, tokenizer, top)
+    return _likeliest(logits, tokenizer, top)
+
+
+def _with_masks(tokenizer: Tokenizer, text: str, longest: int) -> Batch[np.ndarray]:
+    """A text with mask tokens, as a batch of one row. Its `places` are those of the masks.
+
+    Raises BadInput if the text has no mask token, or more than `longest` tokens.
+    """
+    mask, mask_token = tokenizer.special["mask"], tokenizer.pieces[tokenizer.special["mask"]]
+    parts = text.split(mask_token)
+    if len(parts) == 1:
+        raise BadInput(f"the text has no mask token: write {mask_token} for each missing word")
+    if tokenizer.mask_takes_space:  # RoBERTa
+        parts = [*(part.rstrip() for part in parts[:-1]), parts[-1]]
+    ids = [tokenizer.special["cls"]]
+    for i, encoded in enumerate(tokenizer.encode_batch(parts)):
+        ids += ([mask] if i else []) + encoded.tolist()
+    ids.append(tokenizer.special["sep"])
+    if len(ids) > longest:
+        raise BadInput(f"the text has {len(ids)} tokens; the model takes {longest}: shorten it")
+    tokens, ends = np.array(ids, np.int64), np.array([0, len(ids)], np.int32)
+    return Batch(
+        tokens,
+        np.arange(len(ids)),
+        np.zeros_like(tokens),
+        ends,
+        len(ids),
+        places=np.flatnonzero(tokens == mask),
+    )
+
+
+def _likeliest(logits: Tensor, tokenizer: Tokenizer, top: int) -> list[list[tuple[float, str]]]:
+    """Logits of masks (M, V) -> for each mask the `top` likeliest pieces, (probability, piece)."""
+    # the embedding table may be padded: its last rows then belong to no piece
+    probabilities = torch.softmax(logits, 1)[:, : len(tokenizer)]
+    best = probabilities.topk(min(top, probabilities.size(1)))
+    return [
+        [(float(p), tokenizer.pieces[int(i)]) for p, i in zip(*pair, strict=True)]
+        for pair in zip(best.values, best.indices, strict=True)
+    ]
+
+
+def _train_mlm() -> str:
+    """The remedy for a checkpoint without an MLM head."""
+    recipe = typed("recipes/pretrain/continue.toml")
+    return f"train one with {recipe} (init=CHECKPOINT data=STORE), or give a checkpoint that has it"
 
 
 # -------------------------------------------------------------------------------- the command
@@ -237,6 +284,33 @@ def _fill_masks(checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks) ->
     fillings = fill_mask(checkpoint, str(config.text), config.top, ranks, precision)
     for i, filling in enumerate(fillings, 1):
         say(f"mask {i}: " + "  ".join(f"{piece} {p:.3f}" for p, piece in filling))
+
+
+def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | None) -> Assembler:
+    """The assembler that turns rows of a store's split into batches for a trained checkpoint.
+
+    `spec` overrides the mapping of training. Raises BadInput if the store does not fit the
+    checkpoint's head or tokenizer.
+    """
+    task = checkpoint.task
+    if store.kind == "text" and (task is None or not task.predicts_masked):
+        raise BadInput(f"this checkpoint has no MLM head, and {store.name} is text; {_train_mlm()}")
+    if task is None:
+        program = typed("train.py")
+        raise BadInput(f"this checkpoint has no head to score: fine-tune it with {program} first")
+    head = task.head
+    check_task(store, task)
+    if spec is None and checkpoint.source is not None:  # the mapping of training
+        if store.fingerprint != checkpoint.source.fingerprint:
+            raise BadInput(
+                f"{store.name} was made with a different tokenizer from the data this checkpoint "
+                "was trained on; make the store again with that tokenizer, or give mapping="
+            )
+        array = checkpoint.mapping
+    else:
+        size = checkpoint.config.vocab_size
+        array = mapping.build_mapping(spec or head.mapping, store, checkpoint.tokenizer, size)
+    return Assembler(store.split(split), checkpoint.tokenizer, checkpoint.max_tokens, array)
 
 
 def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, ranks: Ranks) -> None:

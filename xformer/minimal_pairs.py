@@ -132,8 +132,9 @@ class PairScores:
 
 
 def read_pairs(path: Path, per_paradigm: int = 0) -> list[Pair]:
-    """The pairs of a file of JSON lines, or of all such files (.jsonl) in a directory or a zip
-    archive. With `per_paradigm`, only the first pairs of each paradigm, this many.
+    """The pairs of a file of JSON lines, or of all such files (.jsonl) in a zip archive or in a
+    directory and its subdirectories. With `per_paradigm`, only the first pairs of each paradigm,
+    this many.
 
     Raises BadInput if a file cannot be read, if a line is not a pair, or if there are no pairs.
     """
@@ -158,7 +159,13 @@ def _files(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the name and the content of each file of pairs, sorted by name."""
     try:
         if path.is_dir():
-            for file in sorted(path.glob("*.jsonl")):
+            below = [file for file in path.rglob("*.jsonl") if "__MACOSX" not in file.parts]
+            if not below:
+                raise BadInput(
+                    f"{path} holds no .jsonl file, nor do its subdirectories; give the directory "
+                    "to which BLiMP.zip was unpacked, or the archive itself"
+                )
+            for file in sorted(below):
                 yield str(file), file.read_text(encoding="utf-8-sig")
         elif zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:

@@ -19,6 +19,7 @@ from xformer.data import mapping
 from xformer.data.batch import Assembler, rows_of
 from xformer.data.errors import BadInput, typed
 from xformer.data.joined import Joined, open_stores
+from xformer.data.masking import MaskSchedule
 from xformer.data.mixture import Mixture
 from xformer.data.sampler import Samples, Stream
 from xformer.data.store import Store
@@ -116,21 +117,26 @@ class Setup:
         recipe, batch = self.recipe, self.recipe.batch
         end = 2**62 if recipe.train.steps else self.length(0, recipe.train.epochs)
         stream = Stream(self.samples, end, self.train.sizes, batch.rows, batch.tokens)
-        seed, masks = recipe.seed.of("masks"), recipe.masking
-        predicts = self.task.predicts_masked
-        planned = planned_samples(recipe, self.train, self.samples) if masks.final else 1
-        return Feed(
-            self.train,
-            stream,
-            self.ranks,
-            batch.accumulate,
-            seed,
-            masks.probability if predicts else 0.0,
-            fixed,
-            masks.final if predicts else None,
-            planned,
-            masks.spans,
-        )
+        masking = self._masking() if self.task.predicts_masked else None
+        return Feed(self.train, stream, self.ranks, batch.accumulate, masking, fixed)
+
+    def _masking(self) -> MaskSchedule:
+        """What share of the tokens is masked, and when."""
+        recipe, masks = self.recipe, self.recipe.masking
+        seed, first = recipe.seed.of("masks"), masks.probability
+        if masks.final is None:
+            return MaskSchedule(seed, first, first, spans=masks.spans)
+        return MaskSchedule(seed, first, masks.final, self.planned, masks.spans)
+
+    @property
+    def planned(self) -> int:
+        """The number of samples in the whole run, after which the weights of a mixture and the
+        share of masked tokens have their final values. See `planned_samples`."""
+        if self.recipe.mixture.final and isinstance(self.samples, Mixture):
+            # not from the rows at the beginning: if their lengths differ from those of later rows,
+            # the masking would end at another sample than the mixture
+            return self.samples.planned
+        return planned_samples(self.recipe, self.train, self.samples)
 
     def assembler(self, split: str) -> Assembler:
         """The assembler for a split of the run's store."""
@@ -584,11 +590,10 @@ def identity_of(setup: Setup) -> dict[str, Any]:
     config = setup.recipe.model_dump(mode="json")
     identity = {k: v for k, v in config.items() if k not in ("run", "overwrite", "system")}
     identity["data"] = setup.store.key
-    if isinstance(setup.samples, Mixture) and setup.recipe.mixture.final:
-        identity["mixture"]["samples"] = setup.samples.planned  # the order depends on it
+    if setup.recipe.mixture.final:
+        identity["mixture"]["samples"] = setup.planned  # the order depends on it
     if setup.recipe.masking.final is not None:
-        planned = planned_samples(setup.recipe, setup.train, setup.samples)
-        identity["masking"]["samples"] = planned
+        identity["masking"]["samples"] = setup.planned
     if setup.recipe.init is not None:
         identity["init"] = checkpoints.content_key(checkpoints.resolve(setup.recipe.init))
     inputs = [registry.content(operation) for operation in setup.recipe.surgery]

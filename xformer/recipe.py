@@ -111,8 +111,9 @@ class MixtureConfig(Settings):
     """The share of the rows that each store gives, in the order of `data`, such as [0.7, 0.3]. The
     weights are divided by their sum."""
     final: tuple[Annotated[float, Field(ge=0)], ...] = ()
-    """The weights at the end of the run. They change linearly from mixture.weights. Such a run
-    cannot be made longer. Empty: the weights stay."""
+    """The weights at the end of the run. They change linearly from mixture.weights. The end is
+    estimated if the run counts train.steps and batch.tokens. Such a run cannot be made longer.
+    Empty: the weights stay."""
     temperature: float = Field(0.0, ge=0)
     """Instead of weights: the weight of a store is its number of rows to the power 1/temperature. 1
     keeps the proportions of the stores, and a higher number makes them more equal. 0 turns this
@@ -156,8 +157,9 @@ class MaskingConfig(Settings):
     probability: float = Field(0.15, gt=0, lt=1)
     """Probability that a token is chosen for prediction. Special tokens are never chosen."""
     final: float | None = Field(None, gt=0, lt=1)
-    """The probability at the end of the run. It changes linearly from masking.probability, which
-    validation always uses. Such a run cannot be made longer. Without this key it stays."""
+    """The probability at the end of the run, which is the same sample as for mixture.final. It
+    changes linearly from masking.probability, which validation always uses. Such a run cannot be
+    made longer. Without this key it stays."""
     spans: bool = False
     """true chooses spans of 1 to 10 neighbouring tokens (3.8 in the mean) instead of single tokens,
     and replaces the tokens of a span alike (Joshi et al. 2020, SpanBERT). Validation masks single

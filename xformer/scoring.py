@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xformer.checkpoint import Checkpoint
-from xformer.data import mapping
 from xformer.data.batch import Assembler, Batch, chunks
 from xformer.data.display import Progress
 from xformer.data.errors import BadInput, typed
@@ -90,33 +88,6 @@ def outputs_of(
     return every
 
 
-def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | None) -> Assembler:
-    """The assembler that turns rows of a store's split into batches for a trained checkpoint.
-
-    `spec` overrides the mapping of training. Raises BadInput if the store does not fit the
-    checkpoint's head or tokenizer.
-    """
-    task = checkpoint.task
-    if store.kind == "text" and (task is None or not task.predicts_masked):
-        raise BadInput(f"this checkpoint has no MLM head, and {store.name} is text; {train_mlm()}")
-    if task is None:
-        program = typed("train.py")
-        raise BadInput(f"this checkpoint has no head to score: fine-tune it with {program} first")
-    head = task.head
-    check_task(store, task)
-    if spec is None and checkpoint.source is not None:  # the mapping of training
-        if store.fingerprint != checkpoint.source.fingerprint:
-            raise BadInput(
-                f"{store.name} was made with a different tokenizer from the data this checkpoint "
-                "was trained on; make the store again with that tokenizer, or give mapping="
-            )
-        array = checkpoint.mapping
-    else:
-        size = checkpoint.config.vocab_size
-        array = mapping.build_mapping(spec or head.mapping, store, checkpoint.tokenizer, size)
-    return Assembler(store.split(split), checkpoint.tokenizer, checkpoint.max_tokens, array)
-
-
 def longest_remedy(head: Head, most: int) -> str:
     """What else can be done about truncated rows, for stores of DNA or proteins; "" for others.
     `most` is the number of letters that fit into a row."""
@@ -124,12 +95,6 @@ def longest_remedy(head: Head, most: int) -> str:
         return ""
     door = typed("preprocess.py task")
     return f"; a store that {door} makes with --longest {most} keeps both ends of each sequence"
-
-
-def train_mlm() -> str:
-    """The remedy for a checkpoint without an MLM head."""
-    recipe = typed("recipes/pretrain/continue.toml")
-    return f"train one with {recipe} (init=CHECKPOINT data=STORE), or give a checkpoint that has it"
 
 
 # kind of store -> the sub-command of preprocess.py that makes one

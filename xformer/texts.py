@@ -15,7 +15,7 @@ from torch import Tensor
 from xformer.data.batch import CHUNK, Assembler, Batch, chunks
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
-from xformer.data.rows import split_of
+from xformer.data.memory import split_of
 from xformer.data.tokenizers import Tokenizer, unknown_note
 from xformer.tasks.task import Model, check_finite, row_means, to_device
 

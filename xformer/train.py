@@ -12,6 +12,7 @@ import sys
 from collections.abc import Collection, Generator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,9 +75,7 @@ def train(
     ranks = ranks or processes.start(recipe.system)
     setup = prepare(recipe, ranks, overrides)
     ranks.on_rank_zero(lambda: check_branch(setup))
-    compiling = compiles(recipe.system, ranks, setup.start.config)
     run, config = open_run(setup)
-    recipe = setup.recipe  # with the values that the run uses
     if ranks.on_rank_zero(lambda: kept_only_weights(run.path)):
         ranks.on_rank_zero(run.verify_selected)
         _leave(setup, run)
@@ -89,16 +88,29 @@ def train(
         return
     ranks.on_rank_zero(lambda: setup.trajectory.check_room(run.path, state.step))
     ranks.on_rank_zero(lambda: run.begin(config, state.step))
+    _train_from(begun, state, setup, run, config, until, own=newest is not None)
 
-    model, optimizer = _model_and_optimizer(setup, begun)
 
-    # log, data, and the loop
-    logged_until = state.step if newest else -1
+def _train_from(
+    begun: str | None,
+    state: State,
+    setup: Setup,
+    run: Run,
+    config: dict[str, Any],
+    until: int,
+    own: bool,
+) -> None:
+    """Train from the checkpoint `begun`, which has this `state`, or without one from the beginning.
+    The checkpoint is the run's `own`, or that of `train.branch_from`. `config` is the content of
+    the run's config.json."""
+    ranks, recipe = setup.ranks, setup.recipe
+    model, optimizer = _model_and_optimizer(setup, begun, own)
+    logged_until = state.step if own else -1
     damage = cut_log(run.path, logged_until) if ranks.rank == 0 else ""
     unit = "step" if recipe.train.steps else "sample"
     done, total = setup.progress(state.step, state.position)
     with Monitor(run.path, ranks.rank == 0, logged_until, done, total, unit) as monitor:
-        if newest:
+        if own:
             monitor.say(f"continuing {run.path} from step {state.step}")
             announce_changes(setup, run, state, config, monitor)
         else:
@@ -110,6 +122,7 @@ def train(
         kept = setup.trajectory.announcement(run.path, state.step)
         monitor.say(*filter(None, (*notes, kept)))
         monitor.describe((run.earlier or {}).get("starts", []))
+        compiling = compiles(recipe.system, ranks, setup.start.config)
         feed = setup.feed(fixed=compiling != "none")
         _compile(model, compiling, setup, feed, monitor)
         with (
@@ -125,10 +138,13 @@ def train(
             _finish(setup, run, model, state, monitor, session.validated)
 
 
-def _model_and_optimizer(setup: Setup, begun: str | None) -> tuple[Model, torch.optim.Optimizer]:
+def _model_and_optimizer(
+    setup: Setup, begun: str | None, own: bool
+) -> tuple[Model, torch.optim.Optimizer]:
     """The model on the device of this rank, ready to train, and its optimizer. Both have the state
-    of the checkpoint `begun`, or without one the state of a new run."""
-    start = checkpoints.load(begun, verified=True) if begun else setup.start
+    of the checkpoint `begun`, or without one the state of a new run. `Run.newest` has verified a
+    checkpoint of the run's `own`."""
+    start = checkpoints.load(begun, verified=own) if begun else setup.start
     model = start.model()
     freeze(model, chosen(start, setup.recipe.train.only))
     model = model.to(setup.ranks.device).train()

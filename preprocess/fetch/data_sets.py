@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import os
 import re
 import shlex
 import signal
@@ -31,7 +32,6 @@ from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure, Interrupted, typed
 from xformer.data.files import (
     atomic_directory,
-    cache_folder,
     file_checksum,
     make_directory,
     read_json,
@@ -310,7 +310,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise BadInput(f"no data set is named {arguments.name!r}{hint} (fetch --list shows all)")
     data = catalogue[arguments.name]
     try:
-        target = fetch(data, arguments.cache or cache_folder())
+        target = fetch(data, arguments.cache or _cache_folder())
     except (KeyboardInterrupt, Interrupted) as stop:
         number = stop.status - 128 if isinstance(stop, Interrupted) else signal.SIGINT
         raise Interrupted(number, "stopped; run again to resume the download") from None
@@ -319,3 +319,9 @@ def run(arguments: argparse.Namespace) -> None:
         say(f"note: {data.note}")
     then = data.then.replace("{directory}", shlex.quote(str(target)))
     say(f"next: {typed('python preprocess.py')} {then}")
+
+
+def _cache_folder() -> Path:
+    """The folder for files that can be downloaded or made again: $XFORMER_CACHE, or
+    ~/.cache/xformer."""
+    return Path(os.environ.get("XFORMER_CACHE") or Path.home() / ".cache" / "xformer")

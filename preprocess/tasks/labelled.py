@@ -31,7 +31,7 @@ from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.files import near
 from xformer.data.store import UNLABELLED, UNSEEN
-from xformer.data.tags import IGNORED, NO_LABEL, encode_words, is_bio
+from xformer.data.tags import IGNORED, NO_LABEL, is_bio
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
@@ -39,6 +39,7 @@ from ..arguments import add_output, check_output_directory, command_origin, say_
 from ..bad import BadRows
 from ..binarize import BATCH, check_files, sources
 from ..words import CachedEncoder
+from .first_tokens import encode_words
 from .tables import extension, stem
 
 CLASS_METRICS = ("accuracy", "f1", "mcc")

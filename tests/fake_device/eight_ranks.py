@@ -30,6 +30,7 @@ from benchmarks.steps import BF16, CLASSES, CNN, FP32, SHAPE, TASKS
 from fake_device.splits import LONGEST, TOKENIZER, split_for
 from xformer import scoring
 from xformer.data.batch import Assembler, Batch
+from xformer.data.masking import MaskSchedule
 from xformer.data.sampler import Samples, Stream
 from xformer.model import hilbert
 from xformer.model.config import ModelConfig
@@ -124,7 +125,8 @@ class Shared:
         assembler = Assembler(split_for(self.task), TOKENIZER, LONGEST)
         samples = Samples(assembler.examples, 0)
         stream = Stream(samples, STEPS * ROWS - LESS, assembler.sizes, ROWS)
-        return Feed(assembler, stream, ranks, ACCUMULATE, 0, 0.15 * self.task.predicts_masked)
+        masking = MaskSchedule.constant(0, 0.15) if self.task.predicts_masked else None
+        return Feed(assembler, stream, ranks, ACCUMULATE, masking)
 
     def seen(self, number: int) -> dict[str, Any]:
         """What happens on a rank."""

@@ -97,24 +97,7 @@ def from_hf(directory: str | Path, repository: str = "") -> Imported:
     head, head_names, lacking = _find_heads(source, meta, config, family)
     if (task := task_of(head)) is not None and task.reads_pooled:
         modern.check_pooling(family, meta, directory / "config.json")
-    # `expand` makes entries for each layer. config.json may claim any number of layers, so the
-    # number is checked first.
-    if config.stored_layers > len(source):
-        raise BadInput(
-            f"{file} holds {len(source)} tensors: too few for the config's "
-            f"{config.stored_layers} layers"
-        )
-    names = expand(family.encoder | head_names, config.stored_layers)
-    expected = _expected(config, head, names)
-    names = {ours: theirs for ours, theirs in names.items() if ours in expected}
-    weights, used = take_tensors(names, source, file)
-    left = sorted(name for name in source if name not in used and not BUFFERS.fullmatch(name))
-    layer_name = _layer_name(family)
-    if extra := next((name for name in left if layer_name.match(name)), None):
-        raise BadInput(
-            f"{file} holds {extra}, which is beyond the {config.layers} layers in config.json"
-        )
-    check_complete(weights, config, head, file)
+    weights, used, left = _take_weights(source, family, config, head, head_names, file)
     tokenizer = published.import_tokenizer(directory)
     if len(tokenizer) > config.vocab_size:
         raise BadInput(
@@ -435,6 +418,37 @@ def take_tensors(
             raise BadInput(f"{file}: {theirs[0]} is a single number, not a vector or a matrix")
         weights[ours] = torch.cat(parts)
     return weights, used
+
+
+def _take_weights(
+    source: dict[str, Tensor],
+    family: Family,
+    config: ModelConfig,
+    head: Head | None,
+    head_names: Table,
+    file: Path,
+) -> tuple[dict[str, Tensor], set[str], list[str]]:
+    """Our weights, the names of the tensors that they were made from, and of those that the model
+    has no place for. Raises BadInput unless the weights are those of the config's layers."""
+    # `expand` makes entries for each layer. config.json may claim any number of layers, so the
+    # number is checked first.
+    if config.stored_layers > len(source):
+        raise BadInput(
+            f"{file} holds {len(source)} tensors: too few for the config's "
+            f"{config.stored_layers} layers"
+        )
+    names = expand(family.encoder | head_names, config.stored_layers)
+    expected = _expected(config, head, names)
+    names = {ours: theirs for ours, theirs in names.items() if ours in expected}
+    weights, used = take_tensors(names, source, file)
+    left = sorted(name for name in source if name not in used and not BUFFERS.fullmatch(name))
+    layer_name = _layer_name(family)
+    if extra := next((name for name in left if layer_name.match(name)), None):
+        raise BadInput(
+            f"{file} holds {extra}, which is beyond the {config.layers} layers in config.json"
+        )
+    check_complete(weights, config, head, file)
+    return weights, used, left
 
 
 def check_complete(

@@ -72,12 +72,6 @@ def what_is(path: Path) -> str:
     return next((what for mark, what in marks.items() if (path / mark).is_file()), "")
 
 
-def cache_folder() -> Path:
-    """The folder for files that can be downloaded or made again: $XFORMER_CACHE, or
-    ~/.cache/xformer."""
-    return Path(os.environ.get("XFORMER_CACHE") or Path.home() / ".cache" / "xformer")
-
-
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises BadInput if it is missing or is not JSON."""
     try:
@@ -204,18 +198,6 @@ def make_directory(path: Path, key: str = "") -> None:
             raise
         why = os.strerror(error.errno or 0)
         raise BadInput(f"{key}{path} cannot be made ({why}); give another directory") from None
-
-
-def is_safe_filename(name: str) -> bool:
-    """Whether a file may have this name: it names no directory, is not hidden, is at most 200 bytes
-    long, and contains only printable characters."""
-    return (
-        not name.startswith(".")
-        and "/" not in name
-        and "\\" not in name
-        and name.isprintable()
-        and 0 < len(name.encode()) <= 200
-    )
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:

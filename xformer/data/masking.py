@@ -6,6 +6,7 @@ T tokens in the batch, N rows, M chosen tokens, V vocabulary, K ordinary pieces.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -15,6 +16,32 @@ from xformer.data.hashing import GOLDEN, key, mix
 MASK = 3  # distinguishes these keys from those of xformer.data.sampler
 # SpanBERT: a span has at most LONGEST tokens, and ends after each of them with the chance STOP
 LONGEST, STOP = 10, 0.2
+
+
+@dataclass(frozen=True)
+class MaskSchedule:
+    """What share of the tokens a run predicts. It changes linearly from `first` to `final` over the
+    first `planned` samples, and then stays. With `spans`, spans of tokens are chosen. The `seed`
+    decides which."""
+
+    seed: int
+    first: float
+    final: float
+    planned: int = 1
+    spans: bool = False
+
+    @classmethod
+    def constant(cls, seed: int, share: float) -> MaskSchedule:
+        """Single tokens, of which this share is predicted throughout."""
+        return cls(seed, share, share)
+
+    @property
+    def changes(self) -> bool:
+        return self.final != self.first
+
+    def share(self, position: int) -> float:
+        """The share of tokens to predict in the step that begins at a sample."""
+        return self.first + min(position / self.planned, 1.0) * (self.final - self.first)
 
 
 def mask(

@@ -1,4 +1,4 @@
-"""Make a split or a store from rows that a Python program has in memory or yields one by one.
+"""Make a store from rows that a Python program has in memory or yields one by one.
 
 A row is a text; or a tuple of a text and a label; or a tuple of two texts and a label.
 """
@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from xformer.data.display import one_line
 from xformer.data.errors import BadInput
-from xformer.data.store import Ragged, Split
+from xformer.data.memory import ids_of
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
@@ -22,46 +21,6 @@ BATCH = 1000  # rows that are encoded and written together
 Row = tuple[Any, ...]
 FORMS = {1: "a text", 2: "(text, label)", 3: "(text, second text, label)"}  # by width
 METRICS = {"text": None, "class": "accuracy", "score": "spearman"}
-
-
-def split_of(
-    tokenizer: Tokenizer,
-    texts: Sequence[str],
-    texts_b: Sequence[str] | None = None,
-    labels: Any = None,
-) -> Split:
-    """A split in memory with N `texts`, and with `texts_b` if the rows are pairs.
-
-    `labels` are N class numbers or N scores: a list, an array or a tensor on the CPU. Raises
-    BadInput that names the first of the texts that is not a string, and ValueError if the numbers
-    of texts and labels differ.
-    """
-    columns: dict[str, Any] = {"tokens": _ragged(tokenizer, texts)}
-    if texts_b is not None:
-        columns["tokens_b"] = _ragged(tokenizer, texts_b)
-    if labels is not None:
-        values = np.asarray(labels)
-        columns["label"] = values.astype(np.float32 if values.dtype.kind == "f" else np.int64)
-    if len({len(column) for column in columns.values()}) > 1:
-        sizes = ", ".join(f"{len(column)} {name}" for name, column in columns.items())
-        raise ValueError(f"each row needs one value in every column; there are {sizes}")
-    tokens = len(columns["tokens"].values)
-    return Split("rows", len(texts), tokens, columns)
-
-
-def _ragged(tokenizer: Tokenizer, texts: Sequence[str]) -> Ragged:
-    for number, text in enumerate(texts):
-        if not isinstance(text, str):
-            what = f"{one_line(repr(text), 60)}, of type {type(text).__name__}"
-            raise BadInput(f"number {number} of the texts is {what}; give a list of strings")
-    values, lengths = _ids(tokenizer, texts)
-    return Ragged(values, np.concatenate([[0], np.cumsum(lengths)]))
-
-
-def _ids(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The concatenated ids of the texts, and the number of ids of each."""
-    ids = tokenizer.encode_batch(texts)
-    return np.concatenate([np.zeros(0, np.int32), *ids]), np.array([len(x) for x in ids], np.int64)
 
 
 def write_store(
@@ -145,7 +104,7 @@ def _append(
 ) -> None:
     columns = list(zip(*rows, strict=True))
     for name, values in zip(texts, columns, strict=False):
-        split.append_ragged(name, *_ids(tokenizer, values))
+        split.append_ragged(name, *ids_of(tokenizer, values))
     if len(columns) > len(texts):
         split.append("label", np.array([_number(label, labels) for label in columns[-1]]))
 

@@ -42,12 +42,12 @@ from xformer.data.files import (
     read_own_json,
     what_is,
 )
+from xformer.data.tags import IGNORED
 
 FORMAT, JOINED = 1, 2  # JOINED: the store consists of others (see xformer.data.joined)
 MAX_PIECES = 2**24  # largest size of a vocabulary
 TEXTS = ("tokens", "tokens_b")  # the columns of ids
 UNLABELLED, UNSEEN = -1, -2  # label of a row without a class; with a class unseen in training
-NO_WORD = -100  # label of a token at which no word begins (xformer.data.tags.IGNORED)
 SUMS = "sums.json"
 CHECKED = 2**22  # bytes of a column that are read at a time to check its values
 TRIES = 100  # attempts to open a store that is being replaced
@@ -171,7 +171,7 @@ class Store:
         values = self._splits[split].columns[column.removesuffix(".offsets")]
         least, most = 0, self.vocab_size
         if column in ("label", "labels") and self.kind in ("class", "tag"):
-            least, most = UNSEEN if column == "label" else NO_WORD, len(self.labels)
+            least, most = UNSEEN if column == "label" else IGNORED, len(self.labels)
         elif column == "label" and self.kind == "choice":
             least, most = UNLABELLED, self.choices
         elif not offsets and column not in TEXTS:

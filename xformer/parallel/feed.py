@@ -15,6 +15,7 @@ from torch import Tensor
 
 from xformer.data.batch import Assembler, Batch, Masks, Workload, rows_of
 from xformer.data.capacity import Capacities
+from xformer.data.masking import MaskSchedule
 from xformer.data.sampler import Stream
 from xformer.parallel.processes import Ranks
 from xformer.tasks.task import to_device
@@ -68,10 +69,9 @@ def made_ahead(
 class Feed:
     """Cuts the samples of a stream into steps, and each step into micro-batches.
 
-    Every rank gets `accumulate` micro-batches a step, with about equally many tokens. `masking` is
-    the share of tokens to predict, or 0. With `final`, it changes linearly to `final` over the
-    first `planned` samples. With `spans`, spans of tokens are predicted. If `fixed`, every
-    micro-batch is filled up to one of a few shapes, for compiled code.
+    Every rank gets `accumulate` micro-batches a step, with about equally many tokens. With
+    `masking`, tokens are masked. If `fixed`, every micro-batch is filled up to one of a few shapes,
+    for compiled code.
     """
 
     def __init__(
@@ -80,17 +80,11 @@ class Feed:
         stream: Stream,
         ranks: Ranks,
         accumulate: int = 1,
-        seed: int = 0,
-        masking: float = 0.0,
+        masking: MaskSchedule | None = None,
         fixed: bool = False,
-        final: float | None = None,
-        planned: int = 1,
-        spans: bool = False,
     ):
         self.assembler, self.stream, self.ranks = assembler, stream, ranks
-        self.accumulate, self.seed, self.spans = accumulate, seed, spans
-        self.masking, self.planned = masking, planned
-        self.final = masking if final is None else final
+        self.accumulate, self.masking = accumulate, masking
         self.made: dict[int, Step] = {}  # by position
         self.at_once = 1  # tokens made at once; at first one step, because the disk may be cold
         self.side = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
@@ -149,11 +143,12 @@ class Feed:
             if len(steps) == STEPS_AHEAD:
                 break
         self.at_once = min(TOKENS_AHEAD, 4 * made)
-        batches = self._batches(parts)
-        if self.final != self.masking:  # each step has its own share of masked tokens
+        if self.masking is None or not self.masking.changes:
+            batches = self._batches(parts, 0)  # every sample has the same share
+        else:
             left = iter(parts)
             batches = chain.from_iterable(
-                self._batches([*islice(left, own)], self._share(at)) for at, _, own, *_ in steps
+                self._batches([*islice(left, own)], at) for at, _, own, *_ in steps
             )
         return {
             at: Step(end, [*islice(batches, own)], work, given)
@@ -176,20 +171,17 @@ class Feed:
         first = self.ranks.rank * self.accumulate
         return [0, *cuts, len(sizes)][first : first + self.accumulate + 1]
 
-    def _share(self, position: int) -> float:
-        """The share of tokens to predict in the step that begins at a sample."""
-        return self.masking + min(position / self.planned, 1.0) * (self.final - self.masking)
-
     def _batches(
-        self, parts: list[tuple[np.ndarray, np.ndarray]], masking: float | None = None
+        self, parts: list[tuple[np.ndarray, np.ndarray]], position: int
     ) -> Iterator[Batch[np.ndarray]]:
-        """A micro-batch for each part: its examples and their epochs. `masking` is the share of
-        tokens to predict, by default that at the beginning."""
+        """A micro-batch for each part: its examples and their epochs. They are masked as in the
+        step that begins at sample `position`."""
         if not parts:
             return iter(())
         rows, epochs = (np.concatenate(both) for both in zip(*parts, strict=True))
-        masking = self.masking if masking is None else masking
-        masks = Masks(self.seed, masking, epochs, self.spans) if masking else None
+        masks = None
+        if (plan := self.masking) is not None:
+            masks = Masks(plan.seed, plan.share(position), epochs, plan.spans)
         batches = self.assembler.batches(rows, [len(rows) for rows, _ in parts], masks)
         return iter(batches if self.capacities is None else map(self.capacities.fill, batches))
 
@@ -219,18 +211,17 @@ class Feed:
 
     def _share_to_predict(self, tokens: int, rows: int) -> float:
         """The share of tokens to predict, in `rows` rows that have `tokens` tokens in total."""
-        masking = max(self.masking, self.final)
-        if not masking:
+        if self.masking is None:
             # a labelled word may begin at any token
             return 1.0 if self.assembler.labels_words else 0.0
         # special tokens are never masked; a rank may have no rows at all
         special = self.assembler.extra * rows / max(1, tokens)
-        return masking * (1 - special)
+        return max(self.masking.first, self.masking.final) * (1 - special)
 
     def sample(self) -> Batch[Tensor]:
         """The first example as a micro-batch on the device, for a pass that changes nothing."""
         first = np.zeros(1, np.int64)
-        return to_device(next(self._batches([(first, first)])), self.ranks.device)
+        return to_device(next(self._batches([(first, first)], 0)), self.ranks.device)
 
 
 def _hand_over(packed: list[Batch[Tensor]], copied: torch.cuda.Event) -> None:

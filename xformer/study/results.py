@@ -29,7 +29,6 @@ from xformer.data.files import (
     RUN_MANIFEST,
     atomic_directory,
     file_checksum,
-    is_safe_filename,
     json_text,
     make_directory,
     read_run_json,
@@ -48,6 +47,7 @@ from xformer.study.spec import (
     Picture,
     ScoreTable,
     Summary,
+    is_safe_filename,
 )
 from xformer.study.statistics import LEVEL
 

@@ -42,7 +42,6 @@ from xformer.config import (
     validate,
 )
 from xformer.data.errors import BadInput, typed
-from xformer.data.files import is_safe_filename
 from xformer.recipe import Recipe
 
 Levels = dict[str, str]  # {factor: level}
@@ -546,6 +545,18 @@ def _bad_headline(study: Study, shown: Headline) -> Iterator[str]:
         table = tables[shown.table]
         rows = study.levels_of(table).get(table.rows, ())
         yield from (f"labels: {line}" for line in _unknown(shown.labels, rows))
+
+
+def is_safe_filename(name: str) -> bool:
+    """Whether a file may have this name: it names no directory, is not hidden, is at most 200 bytes
+    long, and contains only printable characters."""
+    return (
+        not name.startswith(".")
+        and "/" not in name
+        and "\\" not in name
+        and name.isprintable()
+        and 0 < len(name.encode()) <= 200
+    )
 
 
 def _bad_file_names(study: Study) -> Iterator[str]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from xformer.data.batch import Assembler, Batch, Workload, ragged_arange
 from xformer.data.errors import BadInput
 from xformer.data.store import Split
-from xformer.data.tokenizers import Tokenizer
 from xformer.model.config import ModelConfig
 from xformer.model.encoder import Norm, activate
 from xformer.ops.padding import pad_rows
@@ -170,45 +169,3 @@ class MLM(Task):
             return None
         part, masked = predictions.arrays[parts[metric]], predictions.arrays["masked"]
         return Weighted(len(masked), masked, lambda w: ratio(w, part, masked))
-
-
-# ------------------------------------------------------------------------------ filling a mask
-
-
-def with_masks(tokenizer: Tokenizer, text: str, longest: int) -> Batch[np.ndarray]:
-    """A text with mask tokens, as a batch of one row. Its `places` are those of the masks.
-
-    Raises BadInput if the text has no mask token, or more than `longest` tokens.
-    """
-    mask, mask_token = tokenizer.special["mask"], tokenizer.pieces[tokenizer.special["mask"]]
-    parts = text.split(mask_token)
-    if len(parts) == 1:
-        raise BadInput(f"the text has no mask token: write {mask_token} for each missing word")
-    if tokenizer.mask_takes_space:  # RoBERTa
-        parts = [*(part.rstrip() for part in parts[:-1]), parts[-1]]
-    ids = [tokenizer.special["cls"]]
-    for i, encoded in enumerate(tokenizer.encode_batch(parts)):
-        ids += ([mask] if i else []) + encoded.tolist()
-    ids.append(tokenizer.special["sep"])
-    if len(ids) > longest:
-        raise BadInput(f"the text has {len(ids)} tokens; the model takes {longest}: shorten it")
-    tokens, ends = np.array(ids, np.int64), np.array([0, len(ids)], np.int32)
-    return Batch(
-        tokens,
-        np.arange(len(ids)),
-        np.zeros_like(tokens),
-        ends,
-        len(ids),
-        places=np.flatnonzero(tokens == mask),
-    )
-
-
-def likeliest(logits: Tensor, tokenizer: Tokenizer, top: int) -> list[list[tuple[float, str]]]:
-    """Logits of masks (M, V) -> for each mask the `top` likeliest pieces, (probability, piece)."""
-    # the embedding table may be padded: its last rows then belong to no piece
-    probabilities = torch.softmax(logits, 1)[:, : len(tokenizer)]
-    best = probabilities.topk(min(top, probabilities.size(1)))
-    return [
-        [(float(p), tokenizer.pieces[int(i)]) for p, i in zip(*pair, strict=True)]
-        for pair in zip(best.values, best.indices, strict=True)
-    ]

@@ -1,0 +1,53 @@
+"""A split in memory, of texts that are not in a store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from xformer.data.display import one_line
+from xformer.data.errors import BadInput
+from xformer.data.store import Ragged, Split
+from xformer.data.tokenizers import Tokenizer
+
+
+def split_of(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    texts_b: Sequence[str] | None = None,
+    labels: Any = None,
+) -> Split:
+    """A split in memory with N `texts`, and with `texts_b` if the rows are pairs.
+
+    `labels` are N class numbers or N scores: a list, an array or a tensor on the CPU. Raises
+    BadInput that names the first of the texts that is not a string, and ValueError if the numbers
+    of texts and labels differ.
+    """
+    columns: dict[str, Any] = {"tokens": _ragged(tokenizer, texts)}
+    if texts_b is not None:
+        columns["tokens_b"] = _ragged(tokenizer, texts_b)
+    if labels is not None:
+        values = np.asarray(labels)
+        columns["label"] = values.astype(np.float32 if values.dtype.kind == "f" else np.int64)
+    if len({len(column) for column in columns.values()}) > 1:
+        sizes = ", ".join(f"{len(column)} {name}" for name, column in columns.items())
+        raise ValueError(f"each row needs one value in every column; there are {sizes}")
+    tokens = len(columns["tokens"].values)
+    return Split("rows", len(texts), tokens, columns)
+
+
+def _ragged(tokenizer: Tokenizer, texts: Sequence[str]) -> Ragged:
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            what = f"{one_line(repr(text), 60)}, of type {type(text).__name__}"
+            raise BadInput(f"number {number} of the texts is {what}; give a list of strings")
+    values, lengths = ids_of(tokenizer, texts)
+    return Ragged(values, np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def ids_of(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The concatenated ids of the texts, and the number of ids of each."""
+    ids = tokenizer.encode_batch(texts)
+    return np.concatenate([np.zeros(0, np.int32), *ids]), np.array([len(x) for x in ids], np.int64)
