@@ -42,7 +42,7 @@ from xformer.recipe import Recipe
 from xformer.scoring import score
 from xformer.start import run
 
-TARGET = 6.4  # nats: the mean loss that every contender has to reach
+TARGET = 6.5  # nats: the mean loss that every contender has to reach
 TEXTS = ("english_books/train.txt.gz", "english_wikipedia/train.txt")
 VALID = "english_wikipedia/valid.txt"
 BERT, FAST = ROOT / "benchmarks/bert.toml", ROOT / "recipes/pretrain/micro-fast.toml"
@@ -174,9 +174,9 @@ def measure(bench: Bench, name: str, seed: int) -> Timed:
     path, seconds = CONTENDERS[name](bench, seed)
     got = loss(bench, path)
     recipe = load(Recipe, settings(bench, FAST if name == "fast" else BERT, seed))
-    found = Timed(name, seed, recipe.train.steps, seconds, got["loss"], got["accuracy"])
-    say(f"{name}, seed {seed}: {seconds:.0f} s, loss {found.loss:.3f}")
-    return found
+    timed = Timed(name, seed, recipe.train.steps, seconds, got["loss"], got["accuracy"])
+    say(f"{name}, seed {seed}: {seconds:.0f} s, loss {timed.loss:.3f}")
+    return timed
 
 
 def table(runs: list[Timed]) -> list[str]:
@@ -210,9 +210,7 @@ def table(runs: list[Timed]) -> list[str]:
 
 def section(setup: dict[str, str], runs: list[Timed]) -> str:
     """The part of the page that a run replaces."""
-    return "\n".join(
-        [BEGIN, "", ". ".join([*setup.values(), ""]), "", *table(runs), "", report.END]
-    )
+    return "\n".join([BEGIN, "", f"{'. '.join(setup.values())}.", "", *table(runs), "", report.END])
 
 
 def _arguments() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""The comparison of times to a loss: all contenders get the same text, and one program scores them."""
+"""The time to a loss: all contenders get the same text, and one program scores them."""
 
 import gzip
 import sys
@@ -78,7 +78,7 @@ def test_the_loss_does_not_depend_on_the_masking_of_training(
 
     monkeypatch.setattr(speedrun, "command", quickly)
     still = ("optim.lr=1e-30", "optim.weight_decay=0", *TINY)  # the weights stay as they are
-    found = []
+    losses = []
     for share in ("0.15", "0.4"):
         bench = Bench(data, tmp_path / share, speedrun.FULL, threads=1)
         bench.folder.mkdir()
@@ -87,8 +87,8 @@ def test_the_loss_does_not_depend_on_the_masking_of_training(
             speedrun.BERT,
             seed=0,
         )
-        found.append(speedrun.loss(bench, path))
-    assert found[0] == found[1]
+        losses.append(speedrun.loss(bench, path))
+    assert losses[0] == losses[1]
 
 
 def test_the_table_compares_means() -> None:
@@ -101,6 +101,8 @@ def test_the_table_compares_means() -> None:
     assert "| 2 | 100 | 11.0 (10.0 to 12.0) | 6.250 (6.200 to 6.300) | 0.100 | 1 |" in lines[2]
     assert lines[3].endswith("| 1 | 10 | 1.0 (1.0 to 1.0) | 6.100 (6.100 to 6.100) | 0.100 | 11 |")
     assert len(lines) == 4  # no row for a contender without runs
+    worse = speedrun.table([*runs, Timed("bert", 0, 5, 9.0, speedrun.TARGET + 0.01, 0.1)])
+    assert worse[3].endswith("| not reached |")
 
 
 def test_bad_arguments_are_refused(
