@@ -91,7 +91,7 @@ def earlier(page: Path, setup: dict[str, str]) -> list[dict[str, Any]]:
         if before != now:
             raise BadInput(
                 f"{page} was measured with {before}, not {now}, so its rows cannot "
-                "be mixed with new ones; measure all parts, or delete it"
+                "be mixed with new ones; delete it and measure everything"
             )
     measured: list[dict[str, Any]] = old["measured"]
     return measured

@@ -127,11 +127,17 @@ def write(page: Path, text: str, begin: str = BEGIN) -> None:
     if not page.exists():
         page.write_text(f"# Benchmarks\n\n{text}\n", encoding="utf-8")
         return
+    check_marks(page, begin)
     old = page.read_text(encoding="utf-8")
-    if begin not in old or END not in old:
-        raise BadInput(f"{page} has no place for the table: add the lines {begin} and {END}")
     before, after = old.split(begin)[0], old.split(END, 1)[1]
     page.write_text(f"{before}{text}{after}", encoding="utf-8")
+
+
+def check_marks(page: Path, begin: str) -> None:
+    """Raise BadInput if a page lacks the marks of the section that starts with `begin`."""
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    if begin not in text or END not in text:
+        raise BadInput(f"{page} has no place for the table; add the lines {begin} and {END} to it")
 
 
 def drawable(rows: list[Row]) -> list[Row]:

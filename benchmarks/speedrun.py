@@ -13,7 +13,7 @@ DIR holds english_books and english_wikipedia. All contenders have the tokenizer
 A run counts from the start of its command to the end, when its checkpoint is written. Its length is
 fixed beforehand. Then one program computes the loss of every checkpoint on held-out Wikipedia. It
 masks 15 % of the tokens, the same ones every time. --output adds the runs to DIR/speedrun.json and
-replaces the table in DIR/speedrun.md.
+replaces the table in DIR/speedrun.md, which must exist.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from xformer.data.arguments import CommandParser, whole_number
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.files import write_json
-from xformer.data.store import open_store
+from xformer.data.store import Store, open_store
 from xformer.parallel import processes
 from xformer.parallel.processes import SystemConfig
 from xformer.recipe import Recipe
@@ -43,14 +43,11 @@ from xformer.scoring import score
 from xformer.start import run
 
 TARGET = 6.5  # nats: the mean loss that every contender has to reach
-TEXTS = ("english_books/train.txt.gz", "english_wikipedia/train.txt")
-VALID = "english_wikipedia/valid.txt"
-BERT, FAST = ROOT / "benchmarks/bert.toml", ROOT / "recipes/pretrain/micro-fast.toml"
-NAMES = {
-    "trainer": "BERT's recipe in the Trainer",
-    "bert": "BERT's recipe here",
-    "fast": "`pretrain/micro-fast` here",
+TEXTS = {  # the raw texts of each store
+    "train": ("english_books/train.txt.gz", "english_wikipedia/train.txt"),
+    "valid": ("english_wikipedia/valid.txt",),
 }
+BERT, FAST = ROOT / "benchmarks/bert.toml", ROOT / "recipes/pretrain/micro-fast.toml"
 BEGIN = "<!-- written by benchmarks.speedrun -->"
 
 
@@ -69,23 +66,28 @@ class Timed:
 # --------------------------------------------------------------------------- the contenders
 
 
-def store(bench: Bench, *names: str) -> Path:
-    """The store of texts of the raw data, whose split `train` has rows of at most
-    `bench.size.length` tokens."""
-    path = bench.folder / ("train" if names == TEXTS else "valid")
+def store(bench: Bench, name: str) -> Store:
+    """One of the stores of TEXTS. Its rows have at most `bench.size.length` tokens. Each store has
+    only the split `train`, so that train.py spends no time on validation."""
+    path = bench.folder / name
     if not path.exists():
-        say(f"making the store {path.name}")
-        files = ["--input", *(str(bench.data / name) for name in names), "--output", str(path)]
+        say(f"making the store {name}")
+        files = [
+            "--input",
+            *(str(bench.data / text) for text in TEXTS[name]),
+            "--output",
+            str(path),
+        ]
         rows = ["--skip-lines", prepare.FOOTNOTE, "--max-tokens", str(bench.size.length - 4)]
         command(bench, ["preprocess.py", "text", *files, "--tokenizer", "micro/english", *rows])
-    return path
+    return open_store(path)
 
 
 def settings(bench: Bench, recipe: Path, seed: int) -> list[str]:
     """The recipe and the settings of one of our runs."""
-    data, out = store(bench, *TEXTS), bench.folder / "run"
-    own = [f"data={data}", f"run={out}", f"seed={seed}", f"system.threads={bench.threads}"]
-    return [str(recipe), *own, *bench.ours]
+    data, out = store(bench, "train").path, bench.folder / "run"
+    system = [f"system.threads={bench.threads}", f"system.precision={bench.precision}"]
+    return [str(recipe), f"data={data}", f"run={out}", f"seed={seed}", *system, *bench.ours]
 
 
 def ours(bench: Bench, recipe: Path, seed: int) -> tuple[Path, float]:
@@ -101,10 +103,9 @@ def theirs(bench: Bench, recipe: Path, seed: int) -> tuple[Path, float]:
     table, weights, out = (bench.folder / name for name in ("table", "weights", "trainer"))
     if not table.exists():
         say("making the Trainer's table")
-        rows = prepare.joined(bench, open_store(store(bench, *TEXTS)), bench.folder / "rows")
+        rows = prepare.joined(bench, store(bench, "train"), bench.folder / "rows")
         prepare.table(prepare.assembler(bench, rows), table)
-    tokenizer = open_store(store(bench, *TEXTS)).tokenizer()
-    encoder = checkpoints.fresh(same.model, tokenizer, seed)
+    encoder = checkpoints.fresh(same.model, store(bench, "train").tokenizer(), seed)
     to_hf(encoder.with_head(Head("mlm"), seed), fresh(weights))
     job = {
         "model": str(weights),
@@ -129,10 +130,19 @@ def theirs(bench: Bench, recipe: Path, seed: int) -> tuple[Path, float]:
     return converted, ended.seconds
 
 
-CONTENDERS: dict[str, Callable[[Bench, int], tuple[Path, float]]] = {
-    "trainer": lambda bench, seed: theirs(bench, BERT, seed),
-    "bert": lambda bench, seed: ours(bench, BERT, seed),
-    "fast": lambda bench, seed: ours(bench, FAST, seed),
+@dataclass(frozen=True)
+class Contender:
+    """Its name in the table, its recipe, and the function that trains it."""
+
+    name: str
+    recipe: Path
+    train: Callable[[Bench, Path, int], tuple[Path, float]]
+
+
+CONTENDERS = {
+    "trainer": Contender("BERT's recipe in the Trainer", BERT, theirs),
+    "bert": Contender("BERT's recipe here", BERT, ours),
+    "fast": Contender("`pretrain/micro-fast` here", FAST, ours),
 }
 
 
@@ -142,7 +152,7 @@ def loss(bench: Bench, path: Path) -> dict[str, float]:
     assert trained.head is not None
     trained = replace(trained, head=replace(trained.head, masking=0.15))
     ranks = processes.start(SystemConfig(threads=bench.threads))
-    split = open_store(store(bench, VALID)).split("train")
+    split = store(bench, "valid").split("train")
     rows = Assembler(split, trained.tokenizer, bench.size.length)
     return score(trained.model().to(ranks.device), rows, ranks, "fp32").metrics
 
@@ -171,12 +181,12 @@ def main() -> None:
 
 def measure(bench: Bench, name: str, seed: int) -> Timed:
     """Train a contender and score its checkpoint."""
-    path, seconds = CONTENDERS[name](bench, seed)
-    got = loss(bench, path)
-    recipe = load(Recipe, settings(bench, FAST if name == "fast" else BERT, seed))
-    timed = Timed(name, seed, recipe.train.steps, seconds, got["loss"], got["accuracy"])
-    say(f"{name}, seed {seed}: {seconds:.0f} s, loss {timed.loss:.3f}")
-    return timed
+    contender = CONTENDERS[name]
+    steps = load(Recipe, settings(bench, contender.recipe, seed)).train.steps
+    path, seconds = contender.train(bench, contender.recipe, seed)
+    scores = loss(bench, path)
+    say(f"{name}, seed {seed}: {seconds:.0f} s, loss {scores['loss']:.3f}")
+    return Timed(name, seed, steps, seconds, scores["loss"], scores["accuracy"])
 
 
 def table(runs: list[Timed]) -> list[str]:
@@ -185,8 +195,10 @@ def table(runs: list[Timed]) -> list[str]:
         f"| loss of {TARGET} or less | seeds | steps | minutes | loss | accuracy | times as fast |",
         "|---|---|---|---|---|---|---|",
     ]
-    minutes = {name: [one.seconds / 60 for one in runs if one.contender == name] for name in NAMES}
-    for name, what in NAMES.items():
+    minutes = {
+        name: [one.seconds / 60 for one in runs if one.contender == name] for name in CONTENDERS
+    }
+    for name, contender in CONTENDERS.items():
         mine = [one for one in runs if one.contender == name]
         if not mine:
             continue
@@ -196,16 +208,22 @@ def table(runs: list[Timed]) -> list[str]:
         elif minutes["trainer"]:
             faster = f"{mean(minutes['trainer']) / mean(minutes[name]):.3g}"
         cells = (
-            what,
+            contender.name,
             str(len(mine)),
             f"{mine[0].steps:,}",
-            f"{mean(minutes[name]):.1f} ({min(minutes[name]):.1f} to {max(minutes[name]):.1f})",
-            f"{mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})",
+            _mean(minutes[name], 2),
+            _mean(losses, 3),
             f"{mean(one.accuracy for one in mine):.3f}",
             faster,
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _mean(values: list[float], digits: int) -> str:
+    """The mean, with the smallest and the largest value in brackets."""
+    middle, least, most = (f"{f(values):.{digits}f}" for f in (mean, min, max))
+    return f"{middle} ({least} to {most})"
 
 
 def section(setup: dict[str, str], runs: list[Timed]) -> str:
@@ -220,9 +238,15 @@ def _arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add, names = parser.add_argument, list(CONTENDERS)
     add("--data", type=Path, metavar="DIR", required=True, help="The directory of the raw data.")
-    add("--only", nargs="+", choices=list(NAMES), default=list(NAMES), help="These contenders.")
+    add(
+        "--only",
+        nargs="+",
+        choices=names,
+        default=names,
+        help="These contenders.",
+    )
     add("--seeds", nargs="+", type=whole_number(0), default=[0, 1, 2], help="Default: 0 1 2.")
     add("--output", type=Path, metavar="DIR", help="Where speedrun.json and speedrun.md are.")
     add("--scratch", type=Path, metavar="DIR", help="The working directory (1 GB).")
@@ -234,13 +258,16 @@ def _arguments() -> argparse.Namespace:
         help="A further setting of every contender; can be repeated.",
     )
     arguments = parser.parse_args()
-    for name in (*TEXTS, VALID):
+    wanted = [text for texts in TEXTS.values() for text in texts]
+    for name in wanted:
         if not (arguments.data / name).is_file():
-            wanted = ", ".join((*TEXTS, VALID))
-            raise BadInput(f"{arguments.data / name} does not exist; --data needs {wanted}")
+            listed = ", ".join(wanted)
+            raise BadInput(f"{arguments.data / name} does not exist; --data needs {listed}")
     for folder in (arguments.output, arguments.scratch):
         if folder is not None and not folder.is_dir():
             raise BadInput(f"{folder} is not a directory; create it first")
+    if arguments.output:
+        report.check_marks(arguments.output / "speedrun.md", BEGIN)
     if "trainer" in arguments.only:
         require_peers()
     return arguments

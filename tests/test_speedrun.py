@@ -27,12 +27,22 @@ TINY = [
 def data(tmp_path: Path) -> Path:
     """A few passages in place of the books and of Wikipedia."""
     passages = "\n\n".join(f"The {n}th of them sat on the mat, and slept." for n in range(80))
-    for name in (*speedrun.TEXTS, speedrun.VALID):
+    for name in (*speedrun.TEXTS["train"], *speedrun.TEXTS["valid"]):
         path = tmp_path / "data" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         text = passages.encode()
         path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
     return tmp_path / "data"
+
+
+@pytest.fixture
+def forked(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs each command as a fork, and says that it took a minute."""
+
+    def quickly(bench: Bench, arguments: list[str]) -> Ended:
+        return Ended(good(forks.run(*arguments)).out, 60.0, 0.0, 0.1)
+
+    monkeypatch.setattr(speedrun, "command", quickly)
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -41,12 +51,8 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 def test_both_recipes_run_and_are_scored_alike(
-    data: Path, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, forked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def quickly(bench: Bench, arguments: list[str]) -> Ended:
-        return Ended(good(forks.run(*arguments)).out, 60.0, 0.0, 0.1)
-
-    monkeypatch.setattr(speedrun, "command", quickly)
     page = tmp_path / "speedrun.md"
     page.write_text(f"# Time\n\n{speedrun.BEGIN}\nold\n<!-- until here -->\nbelow\n")
     extra = [word for setting in TINY for word in ("--ours", setting)]
@@ -67,16 +73,12 @@ def test_both_recipes_run_and_are_scored_alike(
     text = page.read_text()
     assert text.endswith("<!-- until here -->\nbelow\n")
     assert "old" not in text
-    assert "| BERT's recipe here | 2 | 3 | 1.0 (1.0 to 1.0) |" in text
+    assert "| BERT's recipe here | 2 | 3 | 1.00 (1.00 to 1.00) |" in text
 
 
 def test_the_loss_does_not_depend_on_the_masking_of_training(
-    data: Path, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, forked: None
 ) -> None:
-    def quickly(bench: Bench, arguments: list[str]) -> Ended:
-        return Ended(good(forks.run(*arguments)).out, 60.0, 0.0, 0.1)
-
-    monkeypatch.setattr(speedrun, "command", quickly)
     still = ("optim.lr=1e-30", "optim.weight_decay=0", *TINY)  # the weights stay as they are
     losses = []
     for share in ("0.15", "0.4"):
@@ -98,8 +100,10 @@ def test_the_table_compares_means() -> None:
         Timed("fast", 0, 10, 60.0, 6.1, 0.1),
     ]
     lines = speedrun.table(runs)
-    assert "| 2 | 100 | 11.0 (10.0 to 12.0) | 6.250 (6.200 to 6.300) | 0.100 | 1 |" in lines[2]
-    assert lines[3].endswith("| 1 | 10 | 1.0 (1.0 to 1.0) | 6.100 (6.100 to 6.100) | 0.100 | 11 |")
+    assert "| 2 | 100 | 11.00 (10.00 to 12.00) | 6.250 (6.200 to 6.300) | 0.100 | 1 |" in lines[2]
+    assert lines[3].endswith(
+        "| 1 | 10 | 1.00 (1.00 to 1.00) | 6.100 (6.100 to 6.100) | 0.100 | 11 |"
+    )
     assert len(lines) == 4  # no row for a contender without runs
     worse = speedrun.table([*runs, Timed("bert", 0, 5, 9.0, speedrun.TARGET + 0.01, 0.1)])
     assert worse[3].endswith("| not reached |")
@@ -115,6 +119,9 @@ def test_bad_arguments_are_refused(
             monkeypatch,
             *("--data", str(data), "--only", "bert", "--output", str(tmp_path / "absent")),
         )
+    with pytest.raises(BadInput, match=r"speedrun\.md has no place for the table; add the lines"):
+        call(monkeypatch, *("--data", str(data), "--only", "bert", "--output", str(tmp_path)))
+    (tmp_path / "speedrun.md").write_text(f"{speedrun.BEGIN}\n<!-- until here -->\n")
     write_json(tmp_path / "speedrun.json", {"machine": "another", "versions": "", "measured": []})
     with pytest.raises(BadInput, match="was measured with another, not"):
         call(monkeypatch, *("--data", str(data), "--only", "bert", "--output", str(tmp_path)))

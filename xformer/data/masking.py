@@ -32,7 +32,7 @@ class MaskSchedule:
 
     @classmethod
     def constant(cls, seed: int, share: float) -> MaskSchedule:
-        """Single tokens, of which this share is predicted throughout."""
+        """A schedule that keeps this share and chooses single tokens."""
         return cls(seed, share, share)
 
     @property
