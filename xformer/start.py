@@ -7,6 +7,8 @@ then imports what needs torch.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -24,6 +26,7 @@ from xformer.data.errors import OF_THE_DISK, BadInput, Failure, Interrupted, rea
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPINS = "2000"  # iterations of libgomp's waiting loop; measured in docs/scaling.md
 POLL = 1.0  # seconds between two checks of the parent
+OBJECTS = 100_000  # new objects between two searches for garbage; Python's default is 700
 GRACE = 7.0  # seconds that an orphaned rank has to write a checkpoint
 
 
@@ -36,6 +39,7 @@ def run(main: Callable[[], None]) -> None:
     """
     end_with_parent()
     share_cores()
+    search_for_garbage_seldom()
     rank_zero = os.environ.get("RANK", "0") == "0"
     status, lines = 0, tuple[str, ...]()
     try:
@@ -84,6 +88,16 @@ def share_cores() -> None:
     """
     if not any(name in os.environ for name in WAITING):
         os.environ["GOMP_SPINCOUNT"] = SPINS
+
+
+def search_for_garbage_seldom() -> None:
+    """Search for garbage less often, and not at the end of the process.
+
+    The imports leave about 180,000 objects, and almost none of them is garbage. By default
+    Python searches through them many times, which is a quarter of the time that the imports take.
+    """
+    gc.set_threshold(OBJECTS)
+    atexit.register(gc.freeze)  # frozen objects are not searched
 
 
 def end_with_parent() -> None:
