@@ -20,6 +20,7 @@ from collections import Counter
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy import special, stats
@@ -210,7 +211,7 @@ def pairs_of(claim: dict, known: dict[tuple[str, ...], float]) -> list[float]:
     return [sum(weight * known[tuple(of)] for weight, *of in terms) for terms in claim["pairs"]]
 
 
-def effect(claim: dict, pairs: list[float]) -> dict[str, float | None]:
+def effect(claim: dict, pairs: list[float]) -> dict[str, Any]:
     """Mean, half width of the 95 % t interval, and p of a claim. Without spread there is neither a
     p nor an interval, and of two pairs no interval."""
     mean, margin = np.mean(pairs), claim["margin"]
@@ -224,7 +225,7 @@ def effect(claim: dict, pairs: list[float]) -> dict[str, float | None]:
     return {"effect": mean, "half": half if len(pairs) > 2 else None, "p": p}
 
 
-def is_shown(claim: dict, again: dict[str, float | None], pairs: list[float]) -> bool:
+def is_shown(claim: dict, again: dict[str, Any], pairs: list[float]) -> bool:
     """Whether the words of a claim, such as "+4.2 ± 8.1", have its numbers; "+4.2 (+3.1, +5.3)" of
     two pairs."""
     words = [float(word) for word in re.findall(r"[+-]?\d+(?:\.\d+)?", claim["shown"])]
@@ -235,7 +236,7 @@ def is_shown(claim: dict, again: dict[str, float | None], pairs: list[float]) ->
     )
 
 
-def is_possible(parts: list[tuple[dict, dict[str, float | None]]]) -> bool:
+def is_possible(parts: list[tuple[dict, dict[str, Any]]]) -> bool:
     """Whether the numbers of all parts of a claim allow its verdict."""
     left = sum(again["p"] is not None for _, again in parts)
     states, highest = [], 0.0
