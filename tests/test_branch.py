@@ -203,3 +203,18 @@ def test_steps_of_a_decay_before_a_run_was_made_longer_are_no_branch(
     straight = tmp_path / "straight"
     good(forks.run(*training(SMOKE, data.text, straight, *settings, *branch)))
     assert content(run)["step_16"] == content(straight)["step_16"]
+
+
+def test_a_branch_has_the_precision_of_the_other_run(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """Whatever the machine would take for a new run."""
+    for precision in ("bf16", "fp32"):
+        long, run = tmp_path / f"{precision}-long", tmp_path / precision
+        settings = [*LONG, "optim.decay=2", f"system.precision={precision}"]
+        good(forks.run(*training(SMOKE, data.text, long, *settings, "train.steps=8")))
+        branch = ["train.steps=10", f"train.branch_from={long}/checkpoints/step_4"]
+        line = training(SMOKE, data.text, run, *settings, *branch, "system.precision=auto")
+        said = f"precision {precision} (system.precision=auto: as in the run that it branches from)"
+        assert said in good(forks.run(*line)).err
+        assert read_json(run / "config.json")["config"]["system"]["precision"] == precision
