@@ -4,10 +4,13 @@ the predictions. Only numpy, scipy and scikit-learn are needed. docs/formats.md 
     python docs/verify.py                     # results/
     python docs/verify.py runs/kept
 
-A line says for each number whether it agrees. The exit status is 1 if one does not, and 2 if the
-directory has no kept results.
+A line says for each number whether it agrees, also for the words that a page prints of a claim. The
+scores in a *.results.csv share a line. A verdict differs if the numbers of its claim rule it out.
+"undecided" is never ruled out, because a run at chance or a planned extension leads to it too. The
+exit status is 1 if something differs, and 2 if the directory has no kept results.
 """
 
+import csv
 import json
 import re
 import string
@@ -15,7 +18,9 @@ import sys
 import zipfile
 from collections import Counter
 from io import BytesIO
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy import special, stats
@@ -201,26 +206,112 @@ def masked(arrays: dict[str, np.ndarray]) -> dict[str, float]:
     return again
 
 
-def effect(claim: dict, known: dict[tuple[str, ...], float]) -> dict[str, float]:
-    """Mean, half width of the 95 % t interval, and p of a claim, from recomputed scores."""
-    pairs = [sum(weight * known[tuple(of)] for weight, *of in terms) for terms in claim["pairs"]]
+def pairs_of(claim: dict, known: dict[tuple[str, ...], float]) -> list[float]:
+    """The difference of each seed of a claim, from recomputed scores."""
+    return [sum(weight * known[tuple(of)] for weight, *of in terms) for terms in claim["pairs"]]
+
+
+def effect(claim: dict, pairs: list[float]) -> dict[str, Any]:
+    """Mean, half width of the 95 % t interval, and p of a claim. Without spread there is neither a
+    p nor an interval, and of two pairs no interval."""
     mean, margin = np.mean(pairs), claim["margin"]
+    if len(pairs) < 2 or np.std(pairs) < 1e-9 * max(1.0, *np.abs(pairs)):
+        return {"effect": mean, "half": None, "p": None}
     p = stats.ttest_1samp(pairs, -margin if claim["tie"] and mean < 0 else margin).pvalue
     if claim["tie"] and abs(mean) < margin:  # two one-sided tests
         one = stats.ttest_1samp(pairs, -margin, alternative="greater").pvalue
         p = max(one, stats.ttest_1samp(pairs, margin, alternative="less").pvalue)
     half = stats.t.ppf(0.975, len(pairs) - 1) * stats.sem(pairs)
-    return {"effect": mean, "half": half, "p": p}
+    return {"effect": mean, "half": half if len(pairs) > 2 else None, "p": p}
 
 
-def compare(name: str, published: float, again: float | None) -> str:
-    """Print and return whether a number agrees: AGREES, DIFFERS or UNKNOWN."""
-    if again is None:
-        print(f"{UNKNOWN:<12} {name}: {published:.6g}")
-        return UNKNOWN
-    word = AGREES if np.isclose(published, again, rtol=1e-6, atol=1e-9) else DIFFERS
-    print(f"{word:<12} {name}: {published:.6g}, here {again:.6g}")
+def is_shown(claim: dict, again: dict[str, Any], pairs: list[float]) -> bool:
+    """Whether the words of a claim, such as "+4.2 ± 8.1", have its numbers; "+4.2 (+3.1, +5.3)" of
+    two pairs."""
+    words = [float(word) for word in re.findall(r"[+-]?\d+(?:\.\d+)?", claim["shown"])]
+    numbers = [again["effect"], *(pairs if len(pairs) == 2 else [again["half"]])]
+    numbers = [number for number in numbers if number is not None]
+    return len(words) == len(numbers) and np.allclose(
+        words, numbers, rtol=0, atol=0.5 * 10 ** -claim["digits"] + 1e-6
+    )
+
+
+def is_possible(parts: list[tuple[dict, dict[str, Any]]]) -> bool:
+    """Whether the numbers of all parts of a claim allow its verdict."""
+    left = sum(again["p"] is not None for _, again in parts)
+    states, highest = [], 0.0
+    for claim, again in sorted(parts, key=lambda part: (part[1]["p"] is None, part[1]["p"])):
+        decided = False
+        if again["p"] is not None:  # Holm's correction (1979)
+            highest, left = max(highest, min(1.0, left * again["p"])), left - 1
+            decided = highest <= 0.05
+        mean, margin = again["effect"], claim["margin"]
+        ahead = abs(mean) < margin if claim["tie"] else mean > margin
+        states.append(("holds" if ahead else "fails") if decided else "undecided")
+    verdict = parts[0][0]["verdict"]
+    if any(claim["verdict"] != verdict for claim, _ in parts):
+        return False
+    if verdict == "holds":
+        return set(states) == {"holds"}
+    return verdict == "undecided" or (verdict == "fails" and "fails" in states)
+
+
+def say(word: str, text: str) -> str:
+    """Print a line, and return its word: AGREES, DIFFERS or UNKNOWN."""
+    print(f"{word:<12} {text}")
     return word
+
+
+def compare(name: str, published: float | None, again: float | None) -> str:
+    """Say whether a number agrees. Both may lack."""
+    if published is None or again is None:
+        here = "none" if again is None else f"{again:.6g}"
+        return say(DIFFERS, f"{name}: {'none' if published is None else published}, here {here}")
+    word = AGREES if np.isclose(published, again, rtol=1e-6, atol=1e-9) else DIFFERS
+    return say(word, f"{name}: {published:.6g}, here {again:.6g}")
+
+
+def of_claims(path: Path, known: dict[tuple[str, ...], float]) -> list[str]:
+    """The words of all lines about a file of claims."""
+    words = []
+    claims = json.loads(path.read_text(encoding="utf-8"))["claims"]
+    for text, parts in groupby(claims, key=lambda claim: claim["text"]):
+        recomputed = []
+        for claim in parts:
+            part = f": {claim['part']}" if claim["part"] else ""
+            title = f"{path.stem}: {text}{part}"
+            if not all(tuple(of) in known for terms in claim["pairs"] for _, *of in terms):
+                words.append(say(UNKNOWN, title))
+                continue
+            pairs = pairs_of(claim, known)
+            again = effect(claim, pairs)
+            recomputed.append((claim, again))
+            for name, number in again.items():
+                if number is not None or claim[name] is not None:
+                    words.append(compare(f"{title}: {name}", claim[name], number))
+            if "shown" not in claim:  # a file of an earlier version
+                continue
+            right = is_shown(claim, again, pairs)
+            words.append(say(AGREES if right else DIFFERS, f"{title}: {claim['shown']}"))
+        if recomputed:
+            right = is_possible(recomputed)
+            verdict = recomputed[0][0]["verdict"]
+            words.append(say(AGREES if right else DIFFERS, f"{path.stem}: {text}: {verdict}"))
+    return words
+
+
+def of_table(path: Path, known: dict[tuple[str, ...], float]) -> list[str]:
+    """The words of all lines about a results.csv: one if all scores agree that are known."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["value"]]
+    pairs = [((row["key"], row["split"], row["metric"]), float(row["value"])) for row in rows]
+    wrong = [
+        compare(f"{path.name} {' '.join(of)}", value, known[of])
+        for of, value in pairs
+        if of in known and not np.isclose(value, known[of], rtol=1e-6, atol=1e-9)
+    ]
+    number = sum(of in known for of, _ in pairs)
+    return wrong or [say(AGREES if number else UNKNOWN, f"{path.name}: {number} scores")]
 
 
 def main(directory: Path) -> int:
@@ -232,6 +323,8 @@ def main(directory: Path) -> int:
         return 2
     for path in sorted(directory.glob("*.zip")):
         with zipfile.ZipFile(path) as file:
+            if (key := file.read("key").decode().strip()) != path.stem:
+                words.append(say(DIFFERS, f"{path.name} holds the results of {key}"))
             is_run = "config.json" in file.namelist()  # else the result of a command
             published = json.loads(file.read("result.json"))["metrics"] if is_run else {}
             for split in published:
@@ -240,16 +333,15 @@ def main(directory: Path) -> int:
                 again = scores(dict(np.load(BytesIO(content)))) if kept else {}
                 known |= {(path.stem, split, name): value for name, value in again.items()}
                 for name, value in published[split].items():
-                    words.append(compare(f"{path.stem} {split} {name}", value, again.get(name)))
+                    title = f"{path.stem} {split} {name}"
+                    if name in again:
+                        words.append(compare(title, value, again[name]))
+                    else:
+                        words.append(say(UNKNOWN, f"{title}: {value:.6g}"))
     for path in sorted(directory.glob("*.claims.json")):
-        for claim in json.loads(path.read_text(encoding="utf-8"))["claims"]:
-            sources = {tuple(of) for terms in claim["pairs"] for _, *of in terms}
-            again = effect(claim, known) if sources <= known.keys() else {}
-            for name in ("effect", "half", "p"):
-                if claim[name] is not None:
-                    part = filter(None, (claim["text"], claim["part"]))
-                    title = f"{path.stem}: {': '.join(part)}: {name}"
-                    words.append(compare(title, claim[name], again.get(name)))
+        words += of_claims(path, known)
+    for path in sorted(directory.glob("*.results.csv")):
+        words += of_table(path, known)
     print(", ".join(f"{words.count(word)} {word}" for word in (AGREES, DIFFERS, UNKNOWN)))
     return 1 if DIFFERS in words else 0
 

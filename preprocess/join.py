@@ -51,8 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
     meta = {
         "format": JOINED,
         "parts": [
-            {"path": os.path.relpath(store.path, arguments.output), "key": store.key}
-            for store in stores
+            {"path": relative(store.path, arguments.output), "key": store.key} for store in stores
         ],
         "kind": joined.kind,
         "metric": joined.metric,
@@ -65,6 +64,15 @@ def run(arguments: argparse.Namespace) -> None:
         write_sums(directory)
     listed = "; ".join(f"{s.name} {s.rows:,} rows, {s.tokens:,} tokens" for s in splits)
     say(f"{arguments.output}: {len(stores)} stores; {listed}")
+
+
+def relative(path: Path, start: Path) -> str:
+    """The relative path from the directory `start` to a path. Symbolic links are followed only if
+    `start` lies behind one, so that ".." would lead elsewhere."""
+    text, origin = os.path.relpath(path, start), start.resolve()
+    if (origin / text).resolve() == path.resolve():
+        return text
+    return os.path.relpath(path.resolve(), origin)
 
 
 def in_order(stores: Sequence[Store]) -> list[Store]:

@@ -152,8 +152,9 @@ def test_what_is_no_branch_is_refused(
     asks("seed=1", "seed=0 is now 1")
     asks("optim.schedule=linear", "optim.schedule=wsd is now linear")
     asks("optim.warmup=2", "optim.warmup=3.0 is now 2.0")
-    asks("train.steps=11", f"lies in the decay of {run}")
-    asks("train.steps=30", f"lies in the decay of {runs['long']}", step=20)
+    decayed = "lies in or after the decay of"
+    asks("train.steps=11", f"{decayed} {run}: branch from an earlier step")
+    asks("train.steps=30", f"{decayed} {runs['long']} when it had train.steps=20", step=20)
     epochs = ["train.steps=0", "train.epochs=1"]
     asks(*epochs, "that run counts train.steps, but this one train.epochs")
     asks("train.branch_from=nowhere", "=nowhere is not a checkpoint with the state")
@@ -170,3 +171,50 @@ def test_what_is_no_branch_is_refused(
     damage(copy / "checkpoints/step_8/model.safetensors")
     asks(place, "model.safetensors")
     assert not run.exists()
+    own = training(SMOKE, data.text, copy, *SHORT, f"train.branch_from={copy}/checkpoints/step_4")
+    refused(forks.run(*own, "overwrite=true"), "overwrite=true would delete train.branch_from=")
+    assert (copy / "checkpoints/step_4").is_dir()
+
+
+@pytest.mark.parametrize("counts", ["steps", "epochs"])
+def test_steps_of_a_decay_before_a_run_was_made_longer_are_no_branch(
+    forks: Forks, data: Toys, tmp_path: Path, counts: str
+) -> None:
+    """The longer run decays from step 20, but it was made as one that decayed from step 4."""
+    lengths = {"steps": (8, 24, 16), "epochs": (64 / 300, 192 / 300, 128 / 300)}[counts]
+    first, then, branch = (
+        [f"train.{counts}={length}", "train.steps=0"][: 1 + (counts == "epochs")]
+        for length in lengths
+    )
+    settings = [*WSD, "optim.warmup=1", "optim.decay=4"]
+    settings += ["train.keep_every=2", "train.checkpoint_every=2"]
+    long, run = tmp_path / "long", tmp_path / "run"
+    for length in (first, then):
+        good(forks.run(*training(SMOKE, data.text, long, *settings, *length)))
+
+    def line(step: int) -> list[str]:
+        place = f"train.branch_from={long / f'checkpoints/step_{step}'}"
+        return training(SMOKE, data.text, run, *settings, *branch, place)
+
+    for step in (6, 8, 10, 12):
+        words = f"lies in or after the decay of {long} when it had {first[0][:16]}"
+        refused(forks.run(*line(step)), words)
+    assert "branching from" in good(forks.run(*line(4))).err
+    straight = tmp_path / "straight"
+    good(forks.run(*training(SMOKE, data.text, straight, *settings, *branch)))
+    assert content(run)["step_16"] == content(straight)["step_16"]
+
+
+def test_a_branch_has_the_precision_of_the_other_run(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """Whatever the machine would take for a new run."""
+    for precision in ("bf16", "fp32"):
+        long, run = tmp_path / f"{precision}-long", tmp_path / precision
+        settings = [*LONG, "optim.decay=2", f"system.precision={precision}"]
+        good(forks.run(*training(SMOKE, data.text, long, *settings, "train.steps=8")))
+        branch = ["train.steps=10", f"train.branch_from={long}/checkpoints/step_4"]
+        line = training(SMOKE, data.text, run, *settings, *branch, "system.precision=auto")
+        said = f"precision {precision} (system.precision=auto: as in the run that it branches from)"
+        assert said in good(forks.run(*line)).err
+        assert read_json(run / "config.json")["config"]["system"]["precision"] == precision

@@ -191,6 +191,21 @@ def test_stores_that_are_no_parts_keep_their_order(
     assert open_stores(joined).key == open_stores(paths).key
 
 
+def test_symbolic_links_do_not_hide_the_parts(
+    forks: Forks, made: tuple[Path, list[Path], Path], tmp_path: Path
+) -> None:
+    """A link to a joined store, and a joined store that was made behind a link, are read by every
+    path."""
+    _, parts, joined = made
+    link = tmp_path / "link"
+    link.symlink_to(joined)
+    (tmp_path / "far/away/deep").mkdir(parents=True)
+    (tmp_path / "near").symlink_to(tmp_path / "far/away/deep")
+    good(forks.run("preprocess.py", "join", *parts, "--output", tmp_path / "near/joined"))
+    for path in (link, tmp_path / "near/joined", tmp_path / "far/away/deep/joined"):
+        assert open_stores(path).key == open_stores(joined).key
+
+
 # -------------------------------------------------------------------------------- what is refused
 
 

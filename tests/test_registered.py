@@ -8,6 +8,7 @@ import json
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,6 +151,36 @@ def test_a_claim_with_too_few_seeds_is_refused(file: Path) -> None:
 
 
 @pytest.mark.usefixtures("data")
+def test_a_registered_claim_waits_for_its_seeds(file: Path, tmp_path: Path) -> None:
+    """Two of its four seeds at one rate have failed. The other seeds would decide it."""
+    text = file.read_text().replace("vary.seed = [0, 1]", "vary.seed = [0, 1, 2, 3, 4]")
+    gain = [0.1, 0.11, 0.12, 0.1, 0.13]
+    states = {}
+    for registered, failed in ((0, (2, 3)), (4, ()), (4, (2, 3)), (4, (3,))):
+        other = text.replace("seeds.seed = 2", f"seeds.seed = {registered}")
+        file.write_text(other if registered else other.replace(REGISTRATION, "[scales.mini]"))
+        root = tmp_path / f"{registered} {len(failed)}"
+        root.mkdir()
+        plan = plan_of(file, root, data=str(tmp_path / "data"))
+
+        def score(seed: str, start: str, rate: str, left_out: tuple[int, ...] = failed) -> Any:
+            lost = int(seed) in left_out and (start, rate) == ("pretrained", "low")
+            return None if lost else 0.5 + gain[int(seed)] * (start == "pretrained")
+
+        finish(plan, score)
+        verdict = verdicts(Results(plan))[0]
+        states[registered, len(failed)] = verdict.state, verdict.needed
+        said = "3 of 4 registered seeds have all their scores: low +" in markdown_of(Results(plan))
+        assert said == ((registered, failed) == (4, (2, 3)))
+    assert states == {
+        (0, 2): ("holds", ""),
+        (4, 0): ("holds", ""),
+        (4, 2): ("undecided", "4, as registered"),
+        (4, 1): ("holds", ""),
+    }
+
+
+@pytest.mark.usefixtures("data")
 def test_a_planned_extension_doubles_p_and_a_floor_decides_nothing(
     file: Path, tmp_path: Path
 ) -> None:
@@ -184,6 +215,13 @@ def test_the_power_of_a_paired_t_test(pairs: int, effect: float) -> None:
     if pairs > 3:
         assert detected == pytest.approx(effect, abs=2e-3)
     assert detectable(1) == float("inf")
+
+
+def test_two_pairs_and_many_tests_detect_only_a_huge_difference() -> None:
+    """With one degree of freedom the quantile of t grows like the number of tests."""
+    few, many = (detectable(2, tests) for tests in (10, 1000))
+    assert 100 < few < 200
+    assert many == pytest.approx(100 * few, rel=1e-3)
 
 
 @pytest.mark.usefixtures("data")

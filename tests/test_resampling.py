@@ -327,8 +327,9 @@ def test_a_script_without_the_package_computes_the_numbers_again(
     assert (plan.kept / "report.claims.json").is_file()
     done = verify(plan.kept)
     assert done.returncode == 0, done.stdout
-    # 20 runs with four scores, and effect, half width and p of three tests
-    assert done.stdout.endswith(f"{20 * 4 + 9} agrees, 0 DIFFERS, 0 not checked\n")
+    # 20 runs with four scores; effect, half width, p and words of three tests; the verdicts of two
+    # claims; results.csv
+    assert done.stdout.endswith(f"{20 * 4 + 12 + 2 + 1} agrees, 0 DIFFERS, 0 not checked\n")
     assert "pre-training helps at every rate: low: effect: " in done.stdout
     # a changed score and a changed effect are noticed
     path = sorted(plan.kept.glob("*.zip"))[0]
@@ -343,6 +344,49 @@ def test_a_script_without_the_package_computes_the_numbers_again(
     done = verify(plan.kept)
     assert (done.returncode, done.stdout.count("\nDIFFERS")) == (1, 1)
     assert f"DIFFERS      {path.stem} test accuracy: " in done.stdout
+
+
+def test_what_a_page_prints_is_computed_again_too(tmp_path: Path, trained: Results) -> None:
+    """The words and the verdict of a claim, a number that was deleted, a table, and files that were
+    swapped."""
+    plan = trained.plan
+    plan.kept = tmp_path / "kept"
+    ledger = Ledger(plan.kept, plan)
+    for run in plan.runs("finetune"):
+        ledger.keep(run, again=False)
+    (tmp_path / "report").mkdir()
+    write_report(trained, {}, tmp_path / "report")
+    path = plan.kept / "report.claims.json"
+    claims = json.loads(path.read_text())["claims"]
+    other = {"holds": "fails", "fails": "holds", "undecided": "holds"}
+    first, tie = claims[0], claims[-1]
+    for number, changes, words in (
+        (0, {"shown": f"{first['effect'] + 1:+.1f} ± {first['half']:.1f}"}, "low: +"),
+        (0, {"shown": f"{first['effect']:+.1f} ± 0.0"}, "low: +"),
+        (0, {"p": None}, "low: p: none, here "),
+        (0, {"half": None}, "low: half: none, here "),
+        (0, {"verdict": other[first["verdict"]]}, f"every rate: {other[first['verdict']]}"),
+        (2, {"verdict": other[tie["verdict"]]}, f"does not matter: {other[tie['verdict']]}"),
+    ):
+        now = [{**one, **changes} if i == number else one for i, one in enumerate(claims)]
+        path.write_text(json.dumps({"claims": now}))
+        done = verify(plan.kept)
+        assert (done.returncode, done.stdout.count("\nDIFFERS")) == (1, 1), (changes, done.stdout)
+        line = done.stdout.split("\nDIFFERS      ")[1].splitlines()[0]
+        assert line.startswith("report.claims: ")
+        assert words in line
+    path.write_text(json.dumps({"claims": claims}))
+    table = plan.kept / "report.results.csv"
+    text = table.read_text()
+    start = text.index("test,accuracy,") + len("test,accuracy,")
+    table.write_text(f"{text[:start]}1.{text[start:].partition('.')[2]}")
+    assert verify(plan.kept).stdout.count("\nDIFFERS      report.results.csv ") == 1
+    table.write_text(text)
+    assert verify(plan.kept).returncode == 0
+    one, two = sorted(plan.kept.glob("*.zip"))[:2]
+    one.write_bytes(two.read_bytes())
+    said = f"DIFFERS      {one.name} holds the results of {two.stem}\n"
+    assert said in verify(plan.kept).stdout
 
 
 def test_the_kept_results_of_this_repository_are_what_their_predictions_give() -> None:

@@ -127,6 +127,28 @@ def test_the_file_can_be_kept(tmp_path: Path) -> None:
         made.write(path)
 
 
+def test_the_checkpoint_of_a_branch_enters_the_key(store: Path, tmp_path: Path) -> None:
+    """If it is made again with other weights, so are the runs that branch from it."""
+    place = tmp_path / "long/checkpoints/step_8"
+    place.mkdir(parents=True)
+    (place / "model.safetensors").write_text("old")
+    wanted = read(f"data={store}", f"train.branch_from={place}", "optim.schedule=wsd", "seed=0..1")
+    wanted.write(tmp_path / "branches.toml")
+
+    def keys() -> set[str]:
+        plan = Plan(read_study(tmp_path / "branches.toml", ""), tmp_path / "studies", {})
+        recipes = [job.recipe for job in plan.jobs.values() if job.recipe is not None]
+        assert [recipe["train"]["branch_from"] for recipe in recipes] == [str(place)] * 2
+        return set(plan.jobs)
+
+    old = keys()
+    assert keys() == old
+    (place / "model.safetensors").write_text("new weights")
+    assert not keys() & old
+    with pytest.raises(BadInput, match=r"train\.branch_from=none: none does not exist"):
+        read(f"data={store}", "train.branch_from=none", "seed=0..1").check_paths()
+
+
 def test_the_values_of_a_pair_are_taken_together(tmp_path: Path) -> None:
     """Each init has its own store and mapping. Only the pairs are combined with the seeds."""
     paths = ("pair=init,data,mapping", "init=stores/a,b", "data=c,c", "mapping=none,symbols:1")

@@ -39,6 +39,8 @@ def check_branch(setup: Setup) -> None:
             f"{given} is not a checkpoint with the state of a run: give "
             "RUN/checkpoints/step_N, which train.keep_every keeps"
         )
+    if recipe.overwrite and run.resolve() == Path(recipe.run).resolve():
+        raise BadInput(f"overwrite=true would delete {given}: give another run=")
     checkpoints.verify(path)
     old = read_config(run / "config.json")
     pairs = differences(completed(old["identity"]), identity_of(setup))
@@ -52,23 +54,50 @@ def check_branch(setup: Setup) -> None:
     if recipe.optim.schedule != "wsd":
         raise BadInput(f"{given}: a branch needs optim.schedule=wsd, also in the run it comes from")
     state = State.read(path)
-    made = validate(Recipe, {**old["config"], "data": recipe.data, "model": {}})
-    if bool(made.train.steps) != bool(recipe.train.steps):
-        other, this = ("steps" if each.train.steps else "epochs" for each in (made, recipe))
+    # the other run's settings at each of its starts up to the checkpoint: a run may be made longer
+    starts = [start for start in old.get("starts", []) if start["step"] < state.step]
+    starts = starts or [{**old, "step": 0}]
+    lengths = [
+        validate(Recipe, {**start["config"], "data": recipe.data, "model": {}}) for start in starts
+    ]
+    if bool(lengths[0].train.steps) != bool(recipe.train.steps):
+        other, this = ("steps" if each.train.steps else "epochs" for each in (lengths[0], recipe))
         raise BadInput(
             f"{given}: that run counts train.{other}, but this one train.{this}; count both alike "
             "(with train.steps=0 a run counts train.epochs)"
         )
-    phases = [stable_phase(each) for each in (setup.with_length_of(made), setup)]
+    warmup, end = stable_phase(setup)
     done, _ = setup.progress(state.step, state.position)
-    if phases[0][0] != phases[1][0]:
-        raise BadInput(f"{given} has another warm-up: give optim.warmup in steps, in both runs")
-    for name, (_, end) in zip((run, recipe.run), phases, strict=True):
-        if done > end:
-            raise BadInput(
-                f"{given} lies in the decay of {name}: branch from an earlier step, or give other "
-                "train.steps or optim.decay"
-            )
+    if done > end:
+        raise BadInput(_in_decay(given, recipe.run))
+    untils = [*(_done(setup, start["step"]) for start in starts[1:]), done]
+    for length, until in zip(lengths, untils, strict=True):
+        begin, end = stable_phase(setup.with_length_of(length))
+        if begin != warmup:
+            raise BadInput(f"{given} has another warm-up: give optim.warmup in steps, in both runs")
+        if until > end:
+            raise BadInput(_in_decay(given, f"{run} when it had {_length(length)}"))
+
+
+def _in_decay(given: str, run: str) -> str:
+    return (
+        f"{given} lies in or after the decay of {run}: branch from an earlier step, or give other "
+        "train.steps or optim.decay"
+    )
+
+
+def _length(recipe: Recipe) -> str:
+    """The setting that decides how long a run is."""
+    train = recipe.train
+    return f"train.steps={train.steps}" if train.steps else f"train.epochs={train.epochs:g}"
+
+
+def _done(setup: Setup, step: int) -> int:
+    """How far the run is after this many steps; see `Setup.progress`."""
+    stream, position = setup.feed().stream, 0
+    for _ in range(0 if setup.recipe.train.steps else step):
+        position += len(stream.take(position)[0])
+    return setup.progress(step, position)[0]
 
 
 def start_branch(state: State, path: str, monitor: Monitor) -> None:

@@ -202,17 +202,24 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
 def with_precision(recipe: Recipe, ranks: Ranks) -> tuple[Recipe, str]:
     """The recipe with fp32 or bf16 in place of `system.precision=auto`, and a line about it.
 
-    A run that continues keeps its precision, even on another machine. A new run takes bf16 if it is
-    fast on the device of every rank.
+    A run that continues keeps its precision, even on another machine, and a branch that of the run
+    it comes from. Any other new run takes bf16 if it is fast on the device of every rank.
     """
     chosen_by_user = recipe.system.precision
     if chosen_by_user != "auto":
         return recipe, f"precision {chosen_by_user}"
-    earlier = "" if recipe.overwrite else ranks.on_rank_zero(lambda: _earlier(Path(recipe.run)))
+
+    def kept() -> tuple[str, str]:
+        if not recipe.overwrite and (own := _earlier(Path(recipe.run))):
+            return own, "as before, because a run keeps its precision"
+        if branch := recipe.train.branch_from:
+            other = Path(branch).absolute().parent.parent
+            return _earlier(other), "as in the run that it branches from"
+        return "", ""
+
+    precision, why = ranks.on_rank_zero(kept)
     reasons = ranks.gather(reason_for_bf16(ranks.device))
-    if earlier:
-        precision, why = earlier, "as before, because a run keeps its precision"
-    else:
+    if not precision:
         precision, why = fast_on(reasons)
     system = recipe.system.model_copy(update={"precision": precision})
     line = f"precision {precision} (system.precision=auto: {why})"

@@ -110,9 +110,13 @@ def _open(path: Path) -> Store:
         listed = joined.meta["parts"]
     stores = []
     for part in listed:
-        place = Path(os.path.normpath(path / part["path"]))
-        if not (place / "store.json").is_file():
-            raise BadInput(f"{path} joins {place}, which is not there: move it back, or join again")
+        # the path itself may be a symbolic link
+        places = [Path(os.path.normpath(at / part["path"])) for at in (path, path.resolve())]
+        place = next((each for each in places if (each / "store.json").is_file()), None)
+        if place is None:
+            raise BadInput(
+                f"{path} joins {places[0]}, which is not there: move it back, or join again"
+            )
         stores.append(open_store(place))
         if stores[-1].key != part["key"]:
             raise BadInput(f"{place} has changed since {path} joined it: restore it, or join again")

@@ -134,11 +134,24 @@ class Verdict:
     registered: str = ""  # the commit that held the claim first, or "exploratory"
     learnt: bool = True  # whether any of its runs is above chance
     overall: tuple[float | None, ...] = ()  # Holm's p of each part over all tests of the study
+    seeds: int = 0  # that its registration asks for
 
     @property
     def margin(self) -> float:
         """The claim's margin in the units of its table."""
         return self.claim.margin * self.table.scale
+
+    @property
+    def scored(self) -> int:
+        """How many seeds have all scores that the claim needs."""
+        short = len(self.parts) < len(self.levels)
+        return 0 if short else min(len(difference.each) for _, difference, _ in self.parts)
+
+    @property
+    def early(self) -> bool:
+        """Whether scores are missing that the registration asks for. A test before that would be
+        one that nobody planned."""
+        return bool(self.parts) and self.scored < self.seeds
 
     @property
     def state(self) -> str:
@@ -160,6 +173,8 @@ class Verdict:
             states.append(("holds" if ahead else "fails") if decided else "undecided")
         if not states:
             return "no data"
+        if self.early:
+            return "undecided"
         if self.learnt and "fails" in states:
             return "fails"
         if not self.learnt or "undecided" in states or len(states) < len(self.levels):
@@ -171,6 +186,8 @@ class Verdict:
         """How many seeds would decide an undecided claim, in words; else nothing."""
         if self.state != "undecided" or not self.learnt:
             return ""
+        if self.early:
+            return f"{self.seeds}, as registered"
         open_parts = [d for _, d, p in self.parts if p is None or p > 1 - LEVEL]
         numbers = [d.needed(self.margin, self.claim.tie) for d in open_parts]
         known = [number for number in numbers if number is not None]
@@ -191,6 +208,8 @@ class Verdict:
             small = "one pair, or no spread" if p is None else words_of(p, against)
             parts.append(f"{level} {difference.words(digits)} ({small})".lstrip())
         floor = "" if self.learnt else "no run is above chance: "
+        if self.early:
+            floor += f"{self.scored} of {self.seeds} registered seeds have all their scores: "
         return floor + "; ".join(parts) if parts else "no runs to compare"
 
 
@@ -232,7 +251,9 @@ def _verdict(results: Results, claim: Claim, table: ScoreTable) -> Verdict:
     for level, difference in differences.items():
         p = None if difference.p is None else min(1.0, looks * next(adjusted))
         parts.append((level, replace(difference, tests=len(ps) * looks), p))
-    return Verdict(claim, table, levels, tuple(parts), learnt=_learnt(results, claim, table))
+    learnt, registration = _learnt(results, claim, table), results.study.registration
+    seeds = registration.seeds[SEED] if registration is not None else 0
+    return Verdict(claim, table, levels, tuple(parts), learnt=learnt, seeds=seeds)
 
 
 def _over_study(verdicts: Sequence[Verdict], looks: int) -> list[Verdict]:

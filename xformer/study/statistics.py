@@ -47,7 +47,10 @@ def detectable(pairs: int, tests: int = 1) -> float:
     several `tests` it is that of the strictest of them (Bonferroni). Infinite for one pair."""
     if pairs < 2:
         return math.inf
-    return float(brentq(lambda effect: _power(pairs, effect, tests) - POWER, 0.0, 100.0))
+    high = 100.0
+    while _power(pairs, high, tests) < POWER:  # two pairs and many tests
+        high *= 2
+    return float(brentq(lambda effect: _power(pairs, effect, tests) - POWER, 0.0, high))
 
 
 def _power(pairs: int, effect: float, tests: int) -> float:

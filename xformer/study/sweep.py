@@ -52,7 +52,8 @@ from xformer.recipe import Recipe
 
 RANGE = re.compile(r"(\w+:)?(\d+)\.\.(\d+)")  # 0..4, or symbols:0..4
 DASHED = re.compile(r"(\d+)-(\d+)")  # how other programs write 0..4
-PATHS = ("data", "init")  # keys whose values are paths; each path becomes a need of the study
+# keys whose values are paths; each path becomes a need of the study, so its content enters the key
+PATHS = ("data", "init", "train.branch_from")
 OURS = ("run", "overwrite")  # keys that the study sets
 MOST = 10_000  # the largest number of runs in a sweep
 STAGE = "run"
