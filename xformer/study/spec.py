@@ -202,6 +202,16 @@ class ScoreTable(Shown):
         """The metric of a column."""
         return self.metric if isinstance(self.metric, str) else self.metric[column]
 
+    def split_of(self, metric: str) -> str:
+        """The split of one of its metrics, such as "valid" or "valid+valid_mismatched"."""
+        return metric.rpartition(".")[0] or self.split
+
+    @property
+    def place(self) -> str:
+        """The split of all its metrics; "" if they have several."""
+        first, *others = dict.fromkeys(map(self.split_of, self.metrics))
+        return "" if others else first
+
 
 class Summary(Settings):
     """Count, mean, deviation, extremes and quartiles of a table's cells by row, or by column."""
