@@ -1299,9 +1299,10 @@ def test_the_headline_is_a_picture_and_a_few_lines(file: Path, data: Path, tmp_p
         "  pretrained                                    60.5  (60.0, 61.0; 2 seeds)",
         "  from scratch                                  50.5  (50.0, 51.0; 2 seeds)",
         "Claims of the study, by paired t tests over seeds:",
-        "  undecided  pre-training helps at every rate: low +10.0 (+10.0, +10.0) (one pair, or no "
-        "spread); high +10.0 (+10.0, +10.0) (one pair, or no spread)",
+        "  undecided  pre-training helps at every rate: low +10.0 (seeds: +10.0, +10.0) (no "
+        "spread); high +10.0 (seeds: +10.0, +10.0) (no spread)",
     ]
+    assert "by rate" not in (directory / "loss.svg").read_text()  # one panel needs no name
     assert (directory / "headline.png").stat().st_size > 10_000
     svg = (directory / "headline.svg").read_text()
     for words in ("Does it help to know letters?", "scratch", "pretrained", "The loss", "60.5"):

@@ -607,7 +607,8 @@ def _curves(curves: Curves, panels: list[Panel], notes: Notes) -> Section:
         for line in panel.lines:
             end = plus_minus(line.mean[-1], line.deviation[-1], line.runs)
             last = f"{end} at step {line.x[-1]:g}"
-            rows.append((panel.name, line.name, str(line.runs), panel.value, last))
+            place = panel.name or f"by {curves.lines}"
+            rows.append((place, line.name, str(line.runs), panel.value, last))
     caption = "Mean over runs; bands show ± one standard deviation, or both runs if there are two."
     drawing = Drawing(f"{curves.name}.svg", curves_figure(curves.name, panels), caption=caption)
     grid = _grid(("panel", "line", "runs", "number", "last point"), rows)
