@@ -30,7 +30,7 @@ from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.files import near
-from xformer.data.store import UNLABELLED, UNSEEN
+from xformer.data.store import ORDER, UNLABELLED, UNSEEN
 from xformer.data.tags import IGNORED, NO_LABEL, is_bio
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
@@ -45,7 +45,6 @@ from .tables import extension, stem
 CLASS_METRICS = ("accuracy", "f1", "mcc")
 SCORE_METRICS = ("spearman", "pearson")
 TAG_METRICS = ("accuracy", "f1", "entity_f1")
-ORDER = ("train", "valid", "valid_mismatched", "test", "test_mismatched")  # of splits in a store
 SPLITS = {"train": "train", "valid": "valid", "dev": "valid", "validation": "valid", "test": "test"}
 # The shares of the rows if the source has no splits; the rest is train.
 SHARES = {"test": 0.05, "valid": 0.05}

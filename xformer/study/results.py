@@ -199,8 +199,8 @@ class Results:
 
     def __init__(self, plan: Plan):
         self.study, self.plan = plan.study, plan
-        names = [name for table in self.study.tables for name in table.metrics]
-        with_log = any(name.startswith("train.") for name in names)
+        tables = self.study.tables
+        with_log = any(t.split_of(metric) == "train" for t in tables for metric in t.metrics)
         self.metrics = {
             job.key: _read_metrics(job, with_log)
             for job in plan.jobs.values()
