@@ -578,7 +578,10 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
             "text is of kind text",
         ],
     ),
-    (["head=regress", "data={toys}/classes"], ["head=regress needs a store of kind score"]),
+    (
+        ["head=regress", "data={toys}/classes"],
+        ["head=regress needs a store of kind score, which preprocess.py task tsv --kind score m"],
+    ),
     (["init={toys}/absent"], ["absent does not exist"]),
     (["init={toys}/text"], ["text is not a checkpoint"]),
     (["init={trained}", "model.hidden=64"], ["model.hidden=64", "has 32"]),
