@@ -303,6 +303,10 @@ def test_a_study_that_makes_no_sense_is_refused(
 def test_an_unknown_scale_names_those_there_are(file: Path) -> None:
     with pytest.raises(BadInput, match="no scale 'tiny'; it has mini, paper"):
         read_study(file, "tiny")
+    with pytest.raises(
+        BadInput, match=r"^the study file .*/zzz does not exist; there are studies/"
+    ):
+        read_study(file.with_name("zzz"), "mini")
 
 
 def test_a_recipe_is_written_as_it_was_read(tmp_path: Path) -> None:

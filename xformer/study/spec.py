@@ -433,7 +433,7 @@ def within(place: object) -> Iterator[None]:
 def read_study(path: str | Path, scale: str) -> Study:
     """The study in a file at a scale. Raises BadInput with a line for each mistake in it."""
     path = Path(path)
-    values = read_recipe(path)
+    values = read_recipe(path, what="study file")
     if not {"stages", "scales"} & values.keys():
         door = typed("train.py")
         raise BadInput(f"{path} is not a study: it has no stages; a recipe is run with {door}")
