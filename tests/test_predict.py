@@ -520,6 +520,7 @@ def test_odd_texts_in_every_table(
         done = good(forks.run("evaluate.py", learned[name], f"input={file}", f"out={out}"))
         empty = sum(not text.strip() for text in ODD)
         assert f"no text in {empty} of the {len(ODD)} rows; the first is {file}:7\n" in done.err
+        assert f"wrote {out}\n" in done.err
         with out.open(newline="") as opened:
             text = opened.read()
         table = read(text)
