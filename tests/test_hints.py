@@ -34,6 +34,8 @@ from xformer.preprocess.tasks.tables import Form, RowTable
 from xformer.recipe import Recipe
 from xformer.session import announce
 from xformer.surgery.registry import parse_operation
+from xformer.tasks.classify import Classify
+from xformer.tasks.known import TASKS
 from xformer.tasks.task import Head
 
 WORDS = ["a", "word", "is", "a", "good", "thing", "to", "say"]
@@ -358,6 +360,19 @@ def test_what_pretraining_does_not_use(place: Path) -> None:
     assert f"{place / 'classes'} has labels; head=mlm does not use them, only its texts" in notes
     [line] = [note for note in notes if note.startswith("dropped weights: pooler, task_head (")]
     assert line.endswith("trains no pooler, so a fine-tuning of this run begins with a new one)")
+
+
+def test_f1_of_two_classes_names_its_class(place: Path) -> None:
+    line = 'f1 is that of the class "b", the second label'
+    assert line in setup(place, "finetune/classify", f"data={place / 'classes'}").notes
+    for labels, hint in (
+        (("a c", "b"), "; --labels 'b,a c' at preprocessing changes it"),
+        (("a,c", "b"), ""),  # --labels separates them by commas
+    ):
+        head = Head("classify", labels, columns={"task": "tsv"})
+        assert Classify(head).meaning == line + hint
+    for kind, labels in (("classify", ("a", "b", "c")), ("regress", ())):
+        assert not TASKS[kind](Head(kind, labels)).meaning
 
 
 def test_a_run_says_its_operations_on_the_weights(place: Path) -> None:

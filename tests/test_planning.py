@@ -303,6 +303,16 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
         [('data = "{made.task}"', 'data = "{made.letters}"')],
         ["head=classify needs a store of kind class, which ", "; made.letters is of kind text"],
     ),
+    # splits
+    (
+        [('columns = "rate"\n', 'columns = "rate"\nsplit = "tset"\n')],
+        ["table main: finetune seed=0", "no split 'tset'; it can have train, valid, "],
+    ),
+    ([metric("tset.accuracy")], ["table main: finetune seed=0", "no split 'tset'; it can have "]),
+    (
+        [('"data={made.task}"', '"data={made.task}", "split=tset"')],
+        ["score seed=0", "split=tset: made.task can have train, valid, "],
+    ),
     # vocabularies: a model of words, or of four letters and five special tokens
     ([corpus("wordy")], [OTHER, "give mapping=symbols:0, "]),
     ([corpus("wordy"), finetune("mapping = 'shift:5'")], ["mapping=shift:5 needs a store"]),
@@ -355,6 +365,22 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(
         else:
             assert "jobs" in good(ended).out
     assert not (tmp_path / "s").exists()
+
+
+def test_a_split_that_a_store_lacks_is_refused(file: Path, tmp_path: Path) -> None:
+    """preprocess.py could write a split test, but this store has none."""
+    splits = {name: {"rows": 2, "tokens": 9} for name in ("train", "valid")}
+    (tmp_path / "store").mkdir()
+    store = {"kind": "class", "metric": "accuracy", "splits": splits}
+    write_json(tmp_path / "store/store.json", store)
+    need = f'[needs.task]\nabout = "x"\npath = "{tmp_path}/store"\n[needs.data]'
+    task = 'settings.data = "{made.task}"', 'settings.data = "{need.task}"'
+    changed(file, ("[needs.data]", need), task)
+    words = "letters.toml: table main: finetune seed=0 start=pretrained rate=low will have no split"
+    with pytest.raises(BadInput, match=f"{words} 'test'; it can have train, valid$"):
+        Forecast(plan_of(file, tmp_path)).check()
+    changed(file, metric("train.loss"))  # in the log
+    Forecast(plan_of(file, tmp_path)).check()
 
 
 def test_a_checkpoint_that_is_there_is_read_and_one_that_is_not_is_not_judged(

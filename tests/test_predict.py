@@ -517,7 +517,10 @@ def test_odd_texts_in_every_table(
         rows = [dict.fromkeys(columns, text) | {"id": text} for text in ODD]
         out = tmp_path / "out.tsv"
         file = write(tmp_path / "odd.jsonl", rows)
-        good(forks.run("evaluate.py", learned[name], f"input={file}", f"out={out}"))
+        done = good(forks.run("evaluate.py", learned[name], f"input={file}", f"out={out}"))
+        empty = sum(not text.strip() for text in ODD)
+        assert f"no text in {empty} of the {len(ODD)} rows; the first is {file}:7\n" in done.err
+        assert f"wrote {out}\n" in done.err
         with out.open(newline="") as opened:
             text = opened.read()
         table = read(text)

@@ -303,6 +303,10 @@ def test_a_study_that_makes_no_sense_is_refused(
 def test_an_unknown_scale_names_those_there_are(file: Path) -> None:
     with pytest.raises(BadInput, match="no scale 'tiny'; it has mini, paper"):
         read_study(file, "tiny")
+    with pytest.raises(
+        BadInput, match=r"^the study file .*/zzz does not exist; there are studies/"
+    ):
+        read_study(file.with_name("zzz"), "mini")
 
 
 def test_a_recipe_is_written_as_it_was_read(tmp_path: Path) -> None:
@@ -1299,9 +1303,10 @@ def test_the_headline_is_a_picture_and_a_few_lines(file: Path, data: Path, tmp_p
         "  pretrained                                    60.5  (60.0, 61.0; 2 seeds)",
         "  from scratch                                  50.5  (50.0, 51.0; 2 seeds)",
         "Claims of the study, by paired t tests over seeds:",
-        "  undecided  pre-training helps at every rate: low +10.0 (+10.0, +10.0) (one pair, or no "
-        "spread); high +10.0 (+10.0, +10.0) (one pair, or no spread)",
+        "  undecided  pre-training helps at every rate: low +10.0 (seeds: +10.0, +10.0) (no "
+        "spread); high +10.0 (seeds: +10.0, +10.0) (no spread)",
     ]
+    assert "by rate" not in (directory / "loss.svg").read_text()  # one panel needs no name
     assert (directory / "headline.png").stat().st_size > 10_000
     svg = (directory / "headline.svg").read_text()
     for words in ("Does it help to know letters?", "scratch", "pretrained", "The loss", "60.5"):
@@ -1419,6 +1424,7 @@ def test_differences_deviations_means_summaries_and_curves(
     text = html_of(results, {}, directory)
     assert text.count("<svg") >= 3 + 1 + 8  # for the tables of means, the curves, and each run
     assert "published -0.125" in text
+    assert "the split test, unless the metric names another: mean" in text
     assert re.search(r"\| scratch \| 2<br>2 \| \S+<br>-0.125 \| [\d.]+ \|", markdown_of(results))
 
 
@@ -1750,9 +1756,27 @@ def test_a_metric_may_be_the_mean_of_two_splits(file: Path, data: Path, tmp_path
         write_json(run.proof, {"metrics": splits})
     results = Results(plan)
     assert results.cells(plan.study.tables[0])[0][0].value == pytest.approx(60.0)
+    text = html_of(results, {}, plan.root / "x")
+    for words in ("100 times the accuracy on the split valid+other:", "accuracy on valid+other, "):
+        assert words in text, words
     write_json(plan.runs("finetune")[0].proof, {"metrics": {"valid": {"accuracy": 0.5}}})
     with pytest.raises(BadInput, match=r"has no other\.accuracy; it has valid\.accuracy"):
         Results(plan).cells(plan.study.tables[0])
+
+
+def test_a_report_spells_commands_as_the_user_does(
+    file: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside a checkout there is no train.py."""
+    changed(file, ("[scales.mini]", "[scales.mini]\nnotes = ['See `preprocess.py task dna`.']"))
+    results = Results(plan_of(file, tmp_path, data=str(data)))
+    assert "\npython train.py " in markdown_of(results)
+    monkeypatch.setattr(sys, "argv", ["xformer study"])
+    text = markdown_of(results)
+    assert "See `xformer preprocess task dna`." in text
+    assert "python" not in text
+    for name in ("preprocess task", "train"):
+        assert f"\nxformer {name} " in text, name
 
 
 def test_a_score_that_is_not_finite_is_named(file: Path, data: Path, tmp_path: Path) -> None:

@@ -1101,6 +1101,18 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     ),
     ({"train.tsv": TSV}, [*T, "--labels", "x,y,x", "--input", "."], "give each class once", None),
     (
+        {"train.tsv": "t\tl\n" + tsv([["a", f"0.{i}"] for i in range(1, 62)])},
+        [*T, "--input", "."],
+        "61 of the 61 rows have a label that no other row has; .*: give --kind score",
+        None,
+    ),
+    (
+        {"a.tsv": "t\tl\n" + tsv([["a", f"x{i}"] for i in range(60)])},
+        [*T, "--input", "a.tsv"],
+        "60 of the 60 rows have a label that no other row has; name a column of classes",
+        None,
+    ),
+    (
         {"train.tsv": SST2 + "c\t2\n"},
         ["glue/sst2", "--input", "."],
         r"train\.tsv:4: label '2' is not one of negative, positive",
@@ -1418,6 +1430,15 @@ def test_unseen_classes_are_reported(
         "y": 1,
         "(not in training)": 3,
     }
+
+
+def test_empty_texts_are_reported(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = write(tmp_path / "r", {"train.tsv": f"{TSV} \tx\n\tx\n"})
+    assert make(*T, "--input", raw).split("train").rows == 4
+    line = f"warning: no text in 2 of the 4 rows; the first is {raw / 'train.tsv'}:4\n"
+    assert line in capsys.readouterr().err
 
 
 def test_music_end_to_end(forks: Forks, make: Make, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import ALONE, Ranks
 from xformer.prepare import planned_steps, prepare
 from xformer.recipe import Recipe
-from xformer.run import _refuse_other_settings
+from xformer.run import _refuse_other_settings, changes
 from xformer.trajectory import Timeline
 
 SHORT = [
@@ -481,7 +481,7 @@ def test_raised_steps_continue_and_other_settings_are_refused(
     with pytest.raises(BadInput, match=r"it counted train\.epochs, and now train\.steps=6;"):
         _refuse_other_settings(run, earlier, now)
     refused(forks.run(*line, "seed=1", "model.dropout=0"), "seed=0", "model.dropout=0.1")
-    refused(forks.run(*line, f"data={data.classes}"), "data=")
+    refused(forks.run(*line, f"data={data.classes}"), f"data={data.text} is now {data.classes};")
     assert good(forks.run(*line, "system.precision=bf16", "train.log_every=4")).out == ""
     assert snapshot(run) == before
 
@@ -514,6 +514,16 @@ def test_raised_steps_continue_and_other_settings_are_refused(
     assert result(run)["steps"] == 15
     assert (run / "checkpoints/step_15").is_dir()
     assert not (run / "checkpoints/step_30").exists()
+
+
+def test_changed_settings_are_named_by_their_paths() -> None:
+    pairs: dict[str, Any] = {"data": ("0a", "1b"), "init": (None, "2c")}
+    pairs |= {f"optim.{letter}": (0, 1) for letter in "abcdef"}
+    old, new = ({"config": {"data": "stores/a", "init": init}} for init in (None, "runs/b"))
+    assert changes(pairs, old, new) == (
+        "the content of data=stores/a has changed; init=None is now runs/b; optim.a=0 is now 1; "
+        "optim.b=0 is now 1; optim.c=0 is now 1; optim.d=0 is now 1; and 2 more"
+    )
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
@@ -568,7 +578,10 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
             "text is of kind text",
         ],
     ),
-    (["head=regress", "data={toys}/classes"], ["head=regress needs a store of kind score"]),
+    (
+        ["head=regress", "data={toys}/classes"],
+        ["head=regress needs a store of kind score, which preprocess.py task tsv --kind score m"],
+    ),
     (["init={toys}/absent"], ["absent does not exist"]),
     (["init={toys}/text"], ["text is not a checkpoint"]),
     (["init={trained}", "model.hidden=64"], ["model.hidden=64", "has 32"]),

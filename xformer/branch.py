@@ -16,7 +16,7 @@ from xformer.data.errors import BadInput
 from xformer.monitor import Monitor
 from xformer.prepare import Setup, identity_of, stable_phase
 from xformer.recipe import Recipe
-from xformer.run import FREE, State, completed, differences, is_run, read_config
+from xformer.run import FREE, State, changes, completed, differences, is_run, read_config
 
 # A branch may differ from the other run in these settings and in FREE, because they do not change a
 # step before the decay.
@@ -44,13 +44,9 @@ def check_branch(setup: Setup) -> None:
     checkpoints.verify(path)
     old = read_config(run / "config.json")
     pairs = differences(completed(old["identity"]), identity_of(setup))
-    others = [
-        f"{name}={before} is now {now}"
-        for name, (before, now) in pairs.items()
-        if name not in FREE | LATE
-    ]
-    if others:
-        raise BadInput(f"{given} was made with other settings: {'; '.join(others)[:300]}")
+    if others := {name: pair for name, pair in pairs.items() if name not in FREE | LATE}:
+        what = changes(others, old, {"config": recipe.model_dump(mode="json")})
+        raise BadInput(f"{given} was made with other settings: {what}")
     if recipe.optim.schedule != "wsd":
         raise BadInput(f"{given}: a branch needs optim.schedule=wsd, also in the run it comes from")
     state = State.read(path)

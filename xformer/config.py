@@ -145,9 +145,9 @@ def find_recipe(text: str, beside: Path = Path(), kind: str = "") -> Path:
     return named.get(text) or named.get(f"{kind}/{text}") or path
 
 
-def _nearest_recipe(path: Path) -> str:
+def _nearest_recipe(path: Path, studies: bool) -> str:
     """ "; did you mean X?" for a recipe that does not exist. X is a file beside it, or a name. If
-    none is near, the recipes of its folder, or those for training."""
+    none is near, the recipes of its folder, or the `studies`, or all but the studies."""
     names = list(recipes())
     beside = {file.stem: file.name for file in path.parent.glob("*.toml")}
     in_folder = [name for name in names if name.startswith(f"{path.parent.name}/")]
@@ -157,27 +157,28 @@ def _nearest_recipe(path: Path) -> str:
             return f"; did you mean {known[close[0]]}?"
     folders = (path.parent.name, path.stem)
     listed = [name for name in names if name.partition("/")[0] in folders]
-    listed = listed or [name for name in names if not name.startswith("studies/")]
+    listed = listed or [name for name in names if name.startswith("studies/") == studies]
     return f"; there are {', '.join(listed)}" if listed else ""
 
 
-def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_recipe(path: Path, seen: tuple[Path, ...] = (), what: str = "recipe") -> dict[str, Any]:
     """The values of a recipe, merged over those of its `base`: a path relative to the recipe, or a
-    name. Raises BadInput if a file is missing or is not a recipe."""
+    name. Raises BadInput if a file is missing or is not a recipe; the message calls it `what`."""
     try:
         if path.resolve() in seen:
             raise BadInput(f"{path}: its chain of `base` recipes is circular; remove one base")
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-            raise BadInput(f"the recipe {path} is a device or a pipe; give a file")
+            raise BadInput(f"the {what} {path} is a device or a pipe; give a file")
         if status.st_size > LARGEST:
             size = f"{status.st_size:,} bytes"
-            raise BadInput(f"the recipe {path} has {size}, more than {LARGEST:,}; give a TOML file")
+            raise BadInput(f"the {what} {path} has {size}, more than {LARGEST:,}; give a TOML file")
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise BadInput(f"the recipe {path} does not exist{_nearest_recipe(path)}") from None
+        near = _nearest_recipe(path, what != "recipe")
+        raise BadInput(f"the {what} {path} does not exist{near}") from None
     except IsADirectoryError:
-        raise BadInput(f"the recipe {path} is a directory; give a file") from None
+        raise BadInput(f"the {what} {path} is a directory; give a file") from None
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not TOML: {error}") from None
     base = values.pop("base", None)

@@ -216,6 +216,9 @@ def main(write_rows: WriteRows | None = None) -> None:
             _fill_masks(checkpoint, config, ranks)
         elif ranks.rank == 0:
             _predict_file(checkpoint, config, ranks, write_rows)
+        files = [file for file in (config.out, config.predictions) if file]
+        if files and ranks.rank == 0:
+            say(f"wrote {' and '.join(files)}", error=True)
         if precision and ranks.rank == 0:  # last, so that a failing command does not print it
             say(precision, error=True)
 
@@ -351,6 +354,8 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     elif config.predictions:
         lines = task.lines(scores.outputs, assembler.split, config.threshold)
         write_text(Path(config.predictions), lines)
+    if task.meaning:  # last, as the precision
+        say(task.meaning, error=True)
 
 
 def _score_pairs(checkpoint: Checkpoint, config: EvaluateConfig, name: str, ranks: Ranks) -> None:

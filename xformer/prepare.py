@@ -356,7 +356,7 @@ def _notes(
     start: Checkpoint,
 ) -> list[str]:
     """Lines about operations on the weights, labels that are not used, weights that are new or
-    dropped, and class weights."""
+    dropped, class weights, and the meaning of a metric."""
     notes = [f"surgery: {step.op} ({registry.in_words(step.op)})" for step in recipe.surgery]
     if task.predicts_masked and store.kind != "text" and not task.head.pair_scale:
         paired = "tokens_b" in store.split("train").columns
@@ -384,7 +384,7 @@ def _notes(
         pairs = zip(task.head.labels, task.head.class_weights, strict=True)
         weights = ", ".join(f"{name} {weight:.3g}" for name, weight in pairs)
         notes.append(f"class weights of the training loss: {weights}")
-    return notes
+    return [*notes, *filter(None, [task.meaning])]
 
 
 def _trajectory(setup: Setup) -> Trajectory:

@@ -61,6 +61,9 @@ FREE = {
     "train.spike",
 }
 
+HASHED = ("data", "init", "surgery")  # settings whose content, not their path, is compared
+LISTED = 6  # how many changed settings a message names
+
 # Values for the next line of the log, summed since the last line and over all ranks. "norm" is the
 # newest gradient norm, and "seconds" are this rank's. The first four are kept on the device.
 SINCE_LOG = ("loss", "count", "correct", "norm", "tokens", "squares", "rows", "seconds")
@@ -337,14 +340,10 @@ def is_run(config: Path) -> bool:
 def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     pairs = differences(completed(old.get("identity", {})), new["identity"])
     changed = {name: pair for name, pair in pairs.items() if name not in FREE}
-    refused = [
-        _change(name, before, now)
-        for name, (before, now) in changed.items()
-        if not _longer(name, before, now)
-    ]
+    refused = {name: pair for name, pair in changed.items() if not _longer(name, *pair)}
     if refused:
         raise BadInput(
-            f"run={path} was made with other settings: {'; '.join(refused)}; "
+            f"run={path} was made with other settings: {changes(refused, old, new)}; "
             "give another run=, or overwrite=true to start from the beginning"
         )
     if changed and kept_only_weights(path):
@@ -365,8 +364,23 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def changes(pairs: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> str:
+    """What has changed, in words: the first of some pairs of `differences`. The configs of the two
+    runs have the paths whose content the identities hold as hashes."""
+    clauses = []
+    for name, (before, now) in [*pairs.items()][:LISTED]:
+        if name in HASHED:
+            before, now = (run.get("config", {}).get(name) for run in (old, new))
+        change = _change(name, before, now)
+        clauses.append(f"the content of {name}={now} has changed" if before == now else change)
+    more = len(pairs) - len(clauses)
+    return "; ".join([*clauses, *([f"and {more} more"] if more else [])])
+
+
 def _change(name: str, before: Any, now: Any) -> str:
     """A clause about a setting that has changed."""
+    if name in HASHED:
+        return f"{name}={before} is now {now}"
     if name == "train.steps" and not before:
         return f"it counted train.epochs, and now train.steps={now}"
     counts = ""

@@ -101,7 +101,7 @@ def longest_remedy(head: Head, most: int) -> str:
 MAKERS = {
     "text": "text",
     "class": "task tsv",
-    "score": "task tsv",
+    "score": "task tsv --kind score",
     "span": "task squad",
     "tag": "task conll",
     "choice": "task choice",

@@ -30,7 +30,7 @@ from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.files import near
-from xformer.data.store import UNLABELLED, UNSEEN
+from xformer.data.store import ORDER, UNLABELLED, UNSEEN
 from xformer.data.tags import IGNORED, NO_LABEL, is_bio
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
@@ -45,13 +45,13 @@ from .tables import extension, stem
 CLASS_METRICS = ("accuracy", "f1", "mcc")
 SCORE_METRICS = ("spearman", "pearson")
 TAG_METRICS = ("accuracy", "f1", "entity_f1")
-ORDER = ("train", "valid", "valid_mismatched", "test", "test_mismatched")  # of splits in a store
 SPLITS = {"train": "train", "valid": "valid", "dev": "valid", "validation": "valid", "test": "test"}
 # The shares of the rows if the source has no splits; the rest is train.
 SHARES = {"test": 0.05, "valid": 0.05}
 # The share if the source marks only its test rows. Min et al. 2019 divide DeepLoc in this way.
 VALID_SHARE = 0.1
 MAX_CLASSES = 20_000
+MANY_CLASSES = 50  # so many labels should occur more than once
 LONGEST_TEXT = 2**24  # characters in one row, which is held in memory as a whole
 
 
@@ -115,6 +115,8 @@ class RowSurvey:
     ids: bool = False  # whether rows have ids
     groups: bool = False  # whether rows have groups
     choices: int = 1  # endings of a question
+    empty: int = 0  # rows without any text
+    first_empty: str = ""  # file and line of the first of them
 
 
 def check_metric(kind: str, metric: str | None) -> str:
@@ -155,6 +157,7 @@ def write_task(
     Raises BadInput naming file and line of a row that cannot be used, unless bad rows are skipped.
     """
     survey = _survey(task, seed)
+    _refuse_labels_of_rows(task, survey)
     if stratify and (task.kind != "class" or "" not in survey.rows):
         why = "the task has no classes" if task.kind != "class" else "the source names its splits"
         raise BadInput(f"--stratify divides the rows of each class, but {why}; leave it out")
@@ -170,6 +173,7 @@ def write_task(
     unseen = _unseen(survey, labels, task.noun) if task.has_classes else {}
     _say_lacking(survey, labels, task.noun)
     _say_unlabelled(task, survey)
+    say_empty(survey.empty, sum(survey.rows.values()), survey.first_empty)
     names: list[str] = [name for name in ORDER if name in survey.rows]
     columns, ragged = _store_columns(task, survey)
     with create_store(output, tokenizer, columns, ragged, overwrite) as store:
@@ -290,6 +294,9 @@ def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> 
         survey.groups |= row.group is not None
         if task.kind == "choice":  # every question has equally many endings
             survey.choices = len(row.texts) - 1
+        if not any(map(str.strip, row.texts)):
+            survey.empty += 1
+            survey.first_empty = survey.first_empty or f"{row.file}:{row.line}"
         text = row.key or "\0".join(text.strip() for text in row.texts)
         key = blake2b(text.encode(), digest_size=8, salt=salt).digest()
         survey.keys.setdefault(row.split, array("Q")).append(int.from_bytes(key, "little"))
@@ -358,6 +365,25 @@ def _say_unlabelled(task: TaskSource, survey: RowSurvey) -> None:
     if task.kind == "choice" and rows > labelled:
         count = f"{rows - labelled:,} of the {rows:,} questions"
         say(f"warning: {count} of valid have no label and are not scored", error=True)
+
+
+def say_empty(empty: int, rows: int, first: str) -> None:
+    """Warn of rows whose texts are all empty, which are kept. `first` is file and line of one."""
+    if empty:
+        say(f"warning: no text in {empty:,} of the {rows:,} rows; the first is {first}", error=True)
+
+
+def _refuse_labels_of_rows(task: TaskSource, survey: RowSurvey) -> None:
+    """Raise BadInput if most rows have a label of their own, from which no class can be learnt."""
+    counts = sum(survey.labels.values(), Counter[str]())
+    alone = sum(count == 1 for count in counts.values())
+    if task.kind != "class" or len(counts) < MANY_CLASSES or 2 * alone <= counts.total():
+        return
+    numbers = all(math.isfinite(_number(label)) for label in counts)
+    raise BadInput(
+        f"{task.files[0]}: {alone:,} of the {counts.total():,} rows have a label that no other row "
+        f"has; {'these are numbers: give --kind score' if numbers else 'name a column of classes'}"
+    )
 
 
 def _draw_splits(task: TaskSource, survey: RowSurvey, stratify: bool) -> list[str]:

@@ -88,6 +88,8 @@ def write_rows(
     rows = list(_rows(path, record, tokenizer))
     if not rows:
         raise BadInput(f"{path} has a header and no row")
+    empty = [row for row in rows if not any(map(str.strip, row.texts))]
+    labelled.say_empty(len(empty), len(rows), f"{path}:{empty[0].line}" if empty else "")
     classes, choices = record.labels, 1
     if record.kind == "choice":
         choices = len(rows[0].texts) - 1

@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--metric",
         choices=CLASS_METRICS + SCORE_METRICS,
         help="The metric by which training selects the best checkpoint, unless train.metric names "
-        "another (default: accuracy for classes, spearman for scores).",
+        "another (default: accuracy for classes, spearman for scores). With two classes, f1 is "
+        "that of the second one in the order of --labels.",
     )
     add_id(parser)
     add_form(parser)

@@ -47,6 +47,8 @@ from xformer.data.tags import IGNORED
 FORMAT, JOINED = 1, 2  # JOINED: the store consists of others (see xformer.data.joined)
 MAX_PIECES = 2**24  # largest size of a vocabulary
 TEXTS = ("tokens", "tokens_b")  # the columns of ids
+# the splits that preprocess.py writes, in their order in a store
+ORDER = ("train", "valid", "valid_mismatched", "test", "test_mismatched")
 UNLABELLED, UNSEEN = -1, -2  # label of a row without a class; with a class unseen in training
 SUMS = "sums.json"
 CHECKED = 2**22  # bytes of a column that are read at a time to check its values

@@ -29,7 +29,7 @@ from xformer.config import find_recipe, merge, read_recipe
 from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.study.plan import Plan
-from xformer.study.results import Results, both, half_width
+from xformer.study.results import Results, half_width
 from xformer.study.spec import SEED, Claim, Levels, ScoreTable, Study, seeds_of
 from xformer.study.statistics import (
     LEVEL,
@@ -81,11 +81,12 @@ class Difference:
         return detectable(len(self.each), tests=self.tests) * statistics.stdev(self.each)
 
     def words(self, digits: int) -> str:
-        """ "+4.2 ± 8.1"; of two pairs "+4.2 (+3.1, +5.3)"."""
+        """ "+4.2 ± 8.1"; of two pairs, which have no interval, "+4.2 (seeds: +3.1, +5.3)"."""
         text = f"{self.mean:+.{digits}f}"
         if self.half is not None:
             return f"{text} ± {self.half:.{digits}f}"
-        return f"{text} {both(*self.each, digits, '+')}" if len(self.each) == 2 else text
+        two = ", ".join(f"{one:+.{digits}f}" for one in self.each)
+        return f"{text} (seeds: {two})" if len(self.each) == 2 else text
 
     def needed(self, margin: float, tie: bool) -> int | None:
         """How many pairs would decide a claim with probability 0.8, if the true mean and spread are
@@ -205,7 +206,8 @@ class Verdict:
                 inside = abs(difference.mean) < margin
                 nearer = f"{math.copysign(margin, difference.mean):g}"
                 against = f"p of a tie within {margin:g}:" if inside else f"p against {nearer}:"
-            small = "one pair, or no spread" if p is None else words_of(p, against)
+            unknown = "one pair" if len(difference.each) == 1 else "no spread"
+            small = unknown if p is None else words_of(p, against)
             parts.append(f"{level} {difference.words(digits)} ({small})".lstrip())
         floor = "" if self.learnt else "no run is above chance: "
         if self.early:

@@ -25,6 +25,7 @@ from xformer.data import mapping
 from xformer.data.batch import Workload
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, read_run_json
+from xformer.data.store import ORDER
 from xformer.data.tokenizers import META
 from xformer.evaluate import EvaluateConfig
 from xformer.model.config import ModelConfig
@@ -33,7 +34,7 @@ from xformer.prepare import with_settings as with_dropout
 from xformer.recipe import Recipe
 from xformer.scoring import check_kind
 from xformer.study.plan import Job, Plan, content_key
-from xformer.study.spec import Deviation, Levels, within
+from xformer.study.spec import Deviation, Levels, ScoreTable, within
 from xformer.surgery.embeddings import check_source, check_width
 from xformer.surgery.layers import shape_after
 from xformer.surgery.registry import Operation, parse_operation
@@ -170,6 +171,14 @@ class Forecast:
                 total[split] = (before[0] + rows, before[1] + tokens)
         return total
 
+    def splits(self, paths: str | Sequence[str]) -> list[str]:
+        """The splits of stores that are read as one, or those that preprocess.py can give to a
+        store that is not made yet; [] if they are not known."""
+        facts = [self.at(path) for path in each(paths)]
+        if not all(store.sizes or store.kind for store in facts):
+            return []
+        return list(dict.fromkeys(split for store in facts for split in store.sizes or ORDER))
+
     def metric(self, job: Job) -> tuple[str, int]:
         """The metric that selects the checkpoint of a run, and HIGHER or LOWER."""
         recipe = self.recipe(job)
@@ -231,16 +240,28 @@ class Forecast:
     # ------------------------------------------------------- can each run use what it reads?
 
     def check(self) -> None:
-        """Raise BadInput naming the first run that does not fit the model that it starts from, in
-        its rows, vocabulary, kind of store or head. What is not known yet is not checked (see
-        `unchecked`).
+        """Raise BadInput naming the first table of a split that its runs will not have, or the
+        first run that does not fit the model that it starts from, in its rows, vocabulary, kind of
+        store or head. What is not known yet is not checked (see `unchecked`).
 
         The checks are those of training, evaluation and the analyses. Finished jobs are skipped.
         """
+        for table in self.plan.study.tables:
+            with within(self.plan.study.path), within(f"table {table.name}"):
+                self._check_splits(table)
         for job in self.plan.jobs.values():
             with within(self.plan.study.path), within(job.name):
                 if not job.done:
                     self._check(job)
+
+    def _check_splits(self, table: ScoreTable) -> None:
+        for job, _, metric in self.plan.shown_in(table):
+            known = self.splits(self.recipe(job).data)
+            for split in table.split_of(metric).split("+"):
+                if known and split not in known:
+                    raise BadInput(
+                        f"{job.name} will have no split {split!r}; it can have {', '.join(known)}"
+                    )
 
     def _check(self, job: Job) -> None:
         if job.recipe is not None:
@@ -302,6 +323,9 @@ class Forecast:
         store, trained = self.store(data), self.store(recipe.data)
         if store.kind is not None:
             check_kind(store.kind, TASKS[recipe.head], store.name)
+        known, split = self.splits(data), settings.get("split", "test")
+        if known and split not in known:
+            raise BadInput(f"split={split}: {store.name} can have {', '.join(known)}")
         if "mapping" not in settings and store.tokenizer.is_other(trained.tokenizer):
             raise BadInput(
                 f"{store.name} was made with a different tokenizer from {trained.name}, which the "

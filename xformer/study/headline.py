@@ -85,20 +85,23 @@ def _dots(axes: Any, shown: list[tuple[str, Cell]], table: ScoreTable) -> None:
     runs = len(shown[0][1].sample.scores) if shown and shown[0][1].sample else 0
     unit = ", %" if table.percent else ""
     what = f"dots: {runs} seeds; diamonds: their mean and its {LEVEL:.0%} interval"
-    axes.set_xlabel(f"{_metric(table)} on {table.split}{unit}   ({what})")
+    axes.set_xlabel(f"{_metric(table)}{unit}   ({what})")
 
 
 def _metric(table: ScoreTable) -> str:
-    """The name of the first column's metric."""
+    """The name of the first column's metric, and its split."""
+    whole, name = table.metrics[0], "score"
     if isinstance(table.metric, str):
-        return table.metric
-    return next(iter(table.metric)) if table.columns == METRIC else "score"
+        name = whole.rpartition(".")[2]
+    elif table.columns == METRIC:
+        name = next(iter(table.metric))
+    return f"{name} on {table.split_of(whole)}"
 
 
 def lines(results: Results, headline: Headline) -> Iterator[str]:
     """The headline as text: a line for each row of the table and one for each claim."""
     table = results.study.table(headline.table)
-    yield f"{headline.title} {_metric(table)} on {table.split}, mean and {LEVEL:.0%} interval:"
+    yield f"{headline.title} {_metric(table)}, mean and {LEVEL:.0%} interval:"
     for label, cell in rows(results, headline):
         assert cell.sample is not None
         d, scores = table.digits, cell.sample.scores

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -166,6 +166,15 @@ class Plan:
         every = self._staged.get(stage, {}).values()
         return [job for job in every if (at or {}).items() <= job.levels.items()]
 
+    def shown_in(self, table: ScoreTable) -> Iterator[tuple[Job, dict[str, Any], str]]:
+        """The runs of a table that have a recipe, with their recipes, and the metrics that it shows
+        of each. What a command leaves in its result is not known."""
+        for job in self.runs(table.stage, table.where):
+            column = job.levels.get(table.columns)
+            for metric in table.metrics if column is None else [table.metric_of(column)]:
+                if job.recipe is not None:
+                    yield job, job.recipe, metric
+
     def mixed(self) -> list[str]:
         """A line for each stage whose runs differ in a precision that nobody chose."""
         return [
@@ -196,21 +205,15 @@ class Plan:
         return set().union(*before.values())
 
     def _check_metric(self, table: ScoreTable) -> None:
-        """Refuse a metric that the runs of a table will not have. What a command leaves in its
-        result is not known."""
-        for job in self.runs(table.stage, table.where):
-            if job.recipe is None:
-                continue
-            pairs = job.recipe.get("masking", {}).get("pair_weight", 0) > 0
-            known = kind_of(job.recipe["head"], pairs).metrics
-            column = job.levels.get(table.columns)
-            for metric in table.metrics if column is None else [table.metric_of(column)]:
-                split, _, name = metric.rpartition(".")
-                if split != "train" and name not in known:
-                    raise BadInput(
-                        f"table {table.name}: {job.name} will have no {name!r}; it has "
-                        f"{', '.join(known)}"
-                    )
+        """Refuse a metric that the runs of a table will not have."""
+        for job, recipe, metric in self.shown_in(table):
+            pairs = recipe.get("masking", {}).get("pair_weight", 0) > 0
+            known, name = kind_of(recipe["head"], pairs).metrics, metric.rpartition(".")[2]
+            if table.split_of(metric) != "train" and name not in known:
+                raise BadInput(
+                    f"table {table.name}: {job.name} will have no {name!r}; it has "
+                    f"{', '.join(known)}"
+                )
 
     def _check_run(self, job: Job) -> None:
         """Refuse a run that lies in the place of another: one in another precision (precision did

@@ -23,6 +23,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from xformer.analysis.drawing import plus_minus
 from xformer.config import toml_text
 from xformer.data import style
+from xformer.data.errors import typed
 from xformer.data.files import make_directory, read_json, write_text
 from xformer.study import dotplot, headline
 from xformer.study.claims import Verdict, sides, verdicts, words_of
@@ -181,7 +182,7 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
         study.title,
         study.question,
         study.paper,
-        (*notes.notes, *(f"{line}." for line in plan.mixed())),
+        (*map(typed, notes.notes), *(f"{line}." for line in plan.mixed())),
         sections,
         records,
         [outcome for outcome in outcomes.values() if outcome.state == "failed"],
@@ -515,8 +516,10 @@ def _column(table: ScoreTable, column: str) -> str:
 def _legend(results: Results, table: ScoreTable) -> str:
     """What the numbers of a table are, in words."""
     unit = "100 times the " if table.percent else ""
-    metric = table.metric if isinstance(table.metric, str) else "metric named in each column"
-    text = f"{unit}{metric} on the split `{table.split}`"
+    one = isinstance(table.metric, str)
+    metric = table.metrics[0].rpartition(".")[2] if one else "metric named in each column"
+    text = f"{unit}{metric} on the split `{table.place or table.split}`"
+    text += "" if table.place else ", unless the metric names another"
     if table.where:
         text += ", " + ", ".join(f"{factor} {level}" for factor, level in table.where.items())
     if table.minus:
@@ -604,7 +607,8 @@ def _curves(curves: Curves, panels: list[Panel], notes: Notes) -> Section:
         for line in panel.lines:
             end = plus_minus(line.mean[-1], line.deviation[-1], line.runs)
             last = f"{end} at step {line.x[-1]:g}"
-            rows.append((panel.name, line.name, str(line.runs), panel.value, last))
+            place = panel.name or f"by {curves.lines}"
+            rows.append((place, line.name, str(line.runs), panel.value, last))
     caption = "Mean over runs; bands show ± one standard deviation, or both runs if there are two."
     drawing = Drawing(f"{curves.name}.svg", curves_figure(curves.name, panels), caption=caption)
     grid = _grid(("panel", "line", "runs", "number", "last point"), rows)
@@ -641,6 +645,8 @@ def _run(
     again: dict[str, str],
 ) -> RunEntry:
     metrics = results.metrics.get(job.key, {})
+    named = 2 if job.command[0] == "-m" else 1  # the words that name the program
+    program, rest = " ".join(job.command[:named]), job.command[named:]
     scores = [
         f"{s} {m} {value:.4g}" for s, values in metrics.items() for m, value in values.items()
     ]
@@ -655,7 +661,7 @@ def _run(
         None if job.recipe is None else mean_line(job.name, [job], "train", "loss"),
         "" if job.recipe is None else toml_text(job.recipe),
         config,
-        shlex.join(["python", *job.command]),
+        " ".join([typed(f"python {program}"), shlex.join(rest)]),
     )
 
 
@@ -684,9 +690,10 @@ def table_figure(
                 axes.plot(places, means, color=f"C{number}", lw=1.2)
         axes.set_xticks(range(columns), names)
         unit = ", 100 times" if table.percent else ""
-        name = table.metric if isinstance(table.metric, str) else "score"
+        name = table.metric.rpartition(".")[2] if isinstance(table.metric, str) else "score"
+        place = f" on {table.place}" if table.place else ""
         across = AXES.get(table.columns, table.columns)
-        axes.set(ylabel=f"{name} on {table.split}{unit}", xlabel=across)
+        axes.set(ylabel=f"{name}{place}{unit}", xlabel=across)
         axes.grid(axis="y", alpha=0.3)
         if any(cell.published is not None for row in cells for cell in row):
             axes.plot([], [], "--", color=style.FAINT, lw=1.2, label="published")

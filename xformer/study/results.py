@@ -86,7 +86,8 @@ class Sample:
     def words(self, digits: int) -> str:
         """ "83.6 ± 1.3 (6)"; for two scores "83.6 (82.1, 85.1)", the mean and both of them."""
         if len(self.scores) == 2:
-            return f"{self.mean:.{digits}f} {both(*self.scores, digits)}"
+            two = ", ".join(f"{score:.{digits}f}" for score in self.scores)
+            return f"{self.mean:.{digits}f} ({two})"
         deviation = "" if self.deviation is None else f" ± {self.deviation:.{digits}f}"
         return f"{self.mean:.{digits}f}{deviation} ({len(self.scores)})"
 
@@ -106,11 +107,6 @@ def sample_of(scores: Sequence[float]) -> Sample:
 def mean_of(values: Sequence[Any]) -> Any:
     """The mean of some numbers or arrays."""
     return np.mean(values, axis=0) if isinstance(values[0], np.ndarray) else mean(values)
-
-
-def both(a: float, b: float, digits: int, sign: str = "") -> str:
-    """Two numbers in brackets, which stand for a spread that two cannot have."""
-    return f"({a:{sign}.{digits}f}, {b:{sign}.{digits}f})"
 
 
 def half_width(n: int) -> float:
@@ -203,8 +199,8 @@ class Results:
 
     def __init__(self, plan: Plan):
         self.study, self.plan = plan.study, plan
-        names = [name for table in self.study.tables for name in table.metrics]
-        with_log = any(name.startswith("train.") for name in names)
+        tables = self.study.tables
+        with_log = any(t.split_of(metric) == "train" for t in tables for metric in t.metrics)
         self.metrics = {
             job.key: _read_metrics(job, with_log)
             for job in plan.jobs.values()
@@ -374,8 +370,8 @@ class Results:
         Runs that do not log the number (a score task logs no accuracy) have no line.
         """
         factors = self.study.factors(curves.stage)
-        alone = curves.panels == curves.lines  # one panel for all
-        levels = [f"by {curves.lines}"] if alone else list(factors[curves.panels])
+        alone = curves.panels == curves.lines  # one panel for all, which needs no name
+        levels = [""] if alone else list(factors[curves.panels])
         logged = [("train", "", curves.value), ("validation", "validation ", curves.validation)]
         panels = []
         for (event, prefix, value), level in product(logged, levels):

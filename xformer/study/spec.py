@@ -202,6 +202,16 @@ class ScoreTable(Shown):
         """The metric of a column."""
         return self.metric if isinstance(self.metric, str) else self.metric[column]
 
+    def split_of(self, metric: str) -> str:
+        """The split of one of its metrics, such as "valid" or "valid+valid_mismatched"."""
+        return metric.rpartition(".")[0] or self.split
+
+    @property
+    def place(self) -> str:
+        """The split of all its metrics; "" if they have several."""
+        first, *others = dict.fromkeys(map(self.split_of, self.metrics))
+        return "" if others else first
+
 
 class Summary(Settings):
     """Count, mean, deviation, extremes and quartiles of a table's cells by row, or by column."""
@@ -423,7 +433,7 @@ def within(place: object) -> Iterator[None]:
 def read_study(path: str | Path, scale: str) -> Study:
     """The study in a file at a scale. Raises BadInput with a line for each mistake in it."""
     path = Path(path)
-    values = read_recipe(path)
+    values = read_recipe(path, what="study file")
     if not {"stages", "scales"} & values.keys():
         door = typed("train.py")
         raise BadInput(f"{path} is not a study: it has no stages; a recipe is run with {door}")

@@ -5,6 +5,7 @@ N sequences, G groups of them, C hidden size, K classes.
 
 from __future__ import annotations
 
+import shlex
 import warnings
 
 import numpy as np
@@ -119,6 +120,17 @@ class Classify(Pooled):
         if self._class_weights is None or self._class_weights.device != device:
             self._class_weights = torch.tensor(self.head.class_weights, device=device)
         return self._class_weights
+
+    @property
+    def meaning(self) -> str:
+        names = self.head.labels
+        if len(names) != 2:
+            return ""
+        line = f'f1 is that of the class "{names[1]}", the second label'
+        other = ",".join(reversed(names))
+        if (self.head.columns or {}).get("task") != "tsv" or other.count(",") > 1:
+            return line
+        return f"{line}; --labels {shlex.quote(other)} at preprocessing changes it"
 
     def note(self, split: Split) -> str:
         labels = np.asarray(split.columns["label"])

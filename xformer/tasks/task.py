@@ -269,6 +269,11 @@ class Task(ABC):
 
     # --------------------------------------------------------------------------------- the scores
 
+    @property
+    def meaning(self) -> str:
+        """A line about a metric whose name does not say what it is; "" if there is none."""
+        return ""
+
     def default_metric(self, of_store: str | None) -> str:
         """The metric that decides which checkpoint is best. `of_store` is the one that the store
         names, if any."""
