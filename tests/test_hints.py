@@ -35,7 +35,6 @@ from xformer.recipe import Recipe
 from xformer.session import announce
 from xformer.surgery.registry import parse_operation
 from xformer.tasks.classify import Classify
-from xformer.tasks.known import TASKS
 from xformer.tasks.task import Head
 
 WORDS = ["a", "word", "is", "a", "good", "thing", "to", "say"]
@@ -372,7 +371,6 @@ def test_f1_of_two_classes_names_its_class(place: Path) -> None:
         head = Head("classify", labels, columns={"task": "tsv"})
         assert Classify(head).meaning == line + hint
     assert not Classify(Head("classify", ("a", "b", "c"))).meaning
-    assert not TASKS["regress"](Head("regress")).meaning
 
 
 def test_a_run_says_its_operations_on_the_weights(place: Path) -> None:

@@ -95,6 +95,20 @@ def trained(tmp_path: Path, data: Path) -> Results:  # noqa: F811
     return Results(plan)
 
 
+def test_an_accuracy_is_above_chance_by_more_than_its_error(
+    tmp_path: Path,
+    data: Path,  # noqa: F811
+) -> None:
+    """Of 120 rows, 69 right ones are within 1.64 standard errors of a half, and 70 are not."""
+    chance = 'columns = "rate"', 'columns = "rate"\nchance = { low = 0.5, high = 0.5 }'
+    plan = plan_of(study(tmp_path, chance), tmp_path, data=str(data))
+    for run in plan.runs("finetune"):
+        keep(run, np.arange(ROWS) < 69 + (run.levels["start"] == "pretrained"))
+    cells = Results(plan).cells(plan.study.tables[0])
+    assert [[cell.at_chance for cell in row] for row in cells] == [[0, 0], [2, 2]]
+    assert "1.64 standard errors" in markdown_of(Results(plan))
+
+
 def test_the_interval_of_a_claim_is_that_of_its_authors_method(trained: Results) -> None:
     """Written out with loops: seeds and examples drawn with replacement, both models scored on the
     same seeds and examples."""

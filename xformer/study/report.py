@@ -535,6 +535,9 @@ def _legend(results: Results, table: ScoreTable) -> str:
         text += f". {name}: mean of {', '.join(parts)}"
     if table.show != "deviation":
         text += f". Of two {many} a cell has the mean and both scores"
+    if table.chance:
+        text += ". At chance: not above the chance level, which an accuracy must exceed by more "
+        text += "than 1.64 standard errors of its test examples, if its predictions are kept"
     return f"{text}."
 
 

@@ -58,6 +58,7 @@ class Shares(Results):
 
     def __init__(self, results: Results):
         self.study, self.plan, self.metrics = results.study, results.plan, results.metrics
+        self._examples = results._examples
         self.sources = [
             Source(self.plan.jobs[key], split, metric)
             for key, splits in self.metrics.items()

@@ -35,6 +35,7 @@ from xformer.data.files import (
     write_bytes,
 )
 from xformer.monitor import events
+from xformer.predictions import FOLDER, read
 from xformer.study.plan import UNPACKED, Job, Plan
 from xformer.study.pool import Outcome
 from xformer.study.spec import (
@@ -142,7 +143,7 @@ class Score:
     job: Job
     levels: Levels
     value: float | None  # None if the run, or the one that it is compared with, is not finished
-    learnt: bool  # whether the run is above the table's `chance`, up to rounding
+    learnt: bool  # whether the run is above the table's `chance`, by more than its error
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,7 @@ class Results:
 
     def __init__(self, plan: Plan):
         self.study, self.plan = plan.study, plan
+        self._examples: dict[Path, int] = {}  # by file of predictions
         tables = self.study.tables
         with_log = any(t.split_of(metric) == "train" for t in tables for metric in t.metrics)
         self.metrics = {
@@ -219,7 +221,9 @@ class Results:
             base = bases.get(tuple(job.levels[factor] for factor in minus))
             for column in metrics if table.columns == METRIC else [job.levels[table.columns]]:
                 value, chance = self._score(job, table, column), table.chance.get(column)
-                floor = -math.inf if chance is None else table.scale * (chance + ROUNDING)
+                floor = -math.inf
+                if chance is not None:
+                    floor = table.scale * (chance + self._error(job, table, column, chance))
                 learnt = value is None or value > floor
                 if table.minus and value is not None:
                     less = None if base is None else self._score(base, table, column)
@@ -242,6 +246,20 @@ class Results:
                 )
             scores.append(self._value(job, split, metric))
         return mean_of(scores) * table.scale
+
+    def _error(self, job: Job, table: ScoreTable, column: str, chance: float) -> float:
+        """By how much the score of a run at chance may exceed it: by rounding, and an accuracy by
+        1.64 of its standard errors, if the predictions are there."""
+        whole = table.metric_of(column)
+        path = job.path / FOLDER / f"{table.split_of(whole)}.npz"
+        if whole.rpartition(".")[2] != "accuracy" or not path.is_file():
+            return ROUNDING
+        if path not in self._examples:
+            predictions = read(path)
+            weighted = predictions.task.weighted(predictions, "accuracy")
+            self._examples[path] = 0 if weighted is None else weighted.examples
+        variance = max(0.0, chance * (1 - chance)) / (self._examples[path] or math.inf)
+        return max(ROUNDING, float(stats.norm.ppf(LEVEL)) * variance**0.5)
 
     def _value(self, job: Job, split: str, metric: str) -> Any:
         """A score of a finished run."""

@@ -174,9 +174,10 @@ class ScoreTable(Shown):
     # Further columns, each the mean of some columns, taken within each seed.
     means: dict[str, tuple[str, ...]] = Field({})
     # The chance level of a column: the majority-class share, or for a correlation over n rows its
-    # 95 % quantile under independence, 1.64 / sqrt(n). Runs at or below it are counted, because
-    # fine-tuning on small sets often fails (Mosbach et al. 2021). If every column has a chance
-    # level and every run of a claim is at chance, the claim stays undecided.
+    # 95 % quantile under independence, 1.64 / sqrt(n). Runs that are not above it are counted,
+    # because fine-tuning on small sets often fails (Mosbach et al. 2021). An accuracy must exceed
+    # it by 1.64 standard errors if predictions are kept. If every column has a chance level and
+    # every run of a claim is at chance, the claim stays undecided.
     chance: dict[str, float] = Field({})
     published: Published | None = None
 
