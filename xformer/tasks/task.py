@@ -271,7 +271,7 @@ class Task(ABC):
 
     @property
     def meaning(self) -> str:
-        """A line about a metric whose name does not say what it is; "" if there is none."""
+        """A line that explains a metric, such as which class f1 is about; "" if none needs it."""
         return ""
 
     def default_metric(self, of_store: str | None) -> str:
