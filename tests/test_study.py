@@ -1502,6 +1502,10 @@ def test_a_part_of_a_study_is_run(file: Path, data: Path, tmp_path: Path) -> Non
         ({"begin": ["x"]}, "only.begin: .* has no such factor"),
         ({"start": ["scratched"]}, "only.start=scratched: its levels are pretrained, scratch"),
         ({"start": []}, r"only.start=\[\] leaves nothing to run"),
+        (
+            {"start": ["[pretrained,scratch]"]},
+            r"only\.start=\[pretrained,scratch\].*; for several, write",
+        ),
     ):
         with pytest.raises(BadInput, match=words):
             plan.restrict(only)

@@ -83,7 +83,8 @@ class Arguments(Execution):
     """The paths of what the study needs: needs.NAME=PATH. dry_run=true lists the names."""
     only: dict[str, Level | tuple[Level, ...]] = Field({})
     """Run only the jobs with these levels of the study's factors, and what they depend on:
-    only.corpus=english, or only.seed=[0,1]. The report still shows everything that is there."""
+    only.corpus=english, only.seed=[0,1], or 'only.corpus=["english", "none"]'. The report still
+    shows everything that is there."""
 
 
 class SweepArguments(Execution):

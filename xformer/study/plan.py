@@ -153,7 +153,11 @@ class Plan:
                 near = nearest(factor, list({name: None for job in every for name in job.levels}))
                 raise BadInput(f"only.{factor}: {self.study.path} has no such factor{near}")
             if unknown := [level for level in levels if level not in known]:
-                raise BadInput(f"only.{factor}={unknown[0]}: its levels are {', '.join(known)}")
+                several = f"; for several, write 'only.{factor}=[\"{next(iter(known))}\", ...]'"
+                raise BadInput(
+                    f"only.{factor}={unknown[0]}: its levels are {', '.join(known)}"
+                    f"{several if ',' in unknown[0] else ''}"
+                )
             self.wanted &= {w.key for w in every if w.levels.get(factor, levels[0]) in levels}
 
     def missing(self) -> dict[str, Need]:
