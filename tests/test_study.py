@@ -1144,6 +1144,18 @@ def test_the_time_left_is_known_without_a_store(file: Path, data: Path, tmp_path
     assert len(re.findall("  there  ", text)) == 8
 
 
+def test_a_long_job_does_not_use_up_the_time_of_the_others(file: Path, tmp_path: Path) -> None:
+    with pool.StudyProgress(plan_of(file, tmp_path), slots=1, keep=lambda *_: "") as progress:
+        progress.seconds = dict.fromkeys(list(progress.open)[:3], 100.0)
+        progress.ended = time.monotonic() - 60.0
+        assert progress.left() == pytest.approx(240.0, abs=5.0)
+        progress.ended = time.monotonic() - 1000.0
+        assert progress.left() == pytest.approx(200.0)
+        progress.looked = progress.estimated = time.monotonic() - 301.0
+        progress.show({})  # estimated again, from the costs of the plan
+        assert progress.seconds.keys() == progress.open.keys()
+
+
 def test_a_study_that_is_killed_loses_nothing(
     forks: Forks, file: Path, data: Path, tmp_path: Path
 ) -> None:

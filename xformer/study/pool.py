@@ -31,7 +31,8 @@ SCRIPTS = ("preprocess.py", "train.py", "evaluate.py")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)  # they end a study at its next poll
 POLL = 0.2  # seconds
 MINUTE = 60.0  # seconds between two progress lines in a log
-AGAIN = 30.0  # seconds after which the time left is estimated again
+AGAIN = 30.0  # seconds after which the end of a job lets the time left be estimated again
+LATER = 300.0  # seconds after which it is estimated again in any case
 # The imports of the fork server. It must be single-threaded and must not have initialized a device
 # when it forks, so nothing here may compute anything.
 PRELOADED = [
@@ -560,6 +561,8 @@ class StudyProgress(Progress):
         now = time.monotonic()
         if now - self.looked > MINUTE:
             self.looked = now
+            if now - self.estimated > LATER:  # a store or a model may exist now
+                self._estimate()
             self.numbers = newest_numbers(self.open.values())
             if self.bar is None and self.open:
                 say(self._line(), error=True)
@@ -587,11 +590,13 @@ class StudyProgress(Progress):
             say(*filter(None, [self.keep(outcome.job, outcome.state == "done")]), error=True)
 
     def left(self) -> float:
-        """Estimated seconds left: the cost of the open jobs, minus the time since one ended."""
+        """Estimated seconds left: the cost of the open jobs, minus the time since one ended, which
+        counts for one job at most."""
         rest = sum(self.seconds.values()) / max(1, min(self.slots, len(self.seconds)))
-        return max(0.0, rest - (time.monotonic() - self.ended))
+        spent = min(time.monotonic() - self.ended, max(self.seconds.values(), default=0.0))
+        return max(0.0, rest - spent)
 
     def _estimate(self) -> None:
         costs = Costs(Forecast(self.plan))
         self.seconds = {key: costs.guess(job) for key, job in self.open.items()}
-        self.estimated = self.ended = time.monotonic()
+        self.estimated = time.monotonic()
