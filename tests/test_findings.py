@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 from helpers import ROOT, script
 
@@ -86,3 +88,27 @@ def test_kept_claims_take_the_place_of_printed_ones(tmp_path: Path) -> None:
     path.write_text(json.dumps({"claims": [part]}))
     with pytest.raises(ValueError, match="run the study huang2021-heads-mini again"):
         script("overview").page(PAGE, tmp_path)
+
+
+def test_attention_to_the_matching_bracket(tmp_path: Path) -> None:
+    partners = script("partners")
+    assert partners.partners([5, 6, 6, 5, 7]) == [3, 2, 1, 0, -1]
+    assert partners.partners([5, 5, 5]) == [1, 0, -1]
+    # two rows, with a special token at each end; head 1 of layer 1 reads the partner alone
+    rows = [[2, 5, 6, 6, 5, 3], [2, 8, 8, 9, 3]]
+    maps = []
+    for row in rows:
+        heads = np.full((len(row), len(row), 2), 1 / len(row), np.float16)
+        heads[..., 1] = 0
+        for i, j in enumerate(partners.partners(row[1:-1])):
+            heads[i + 1, j + 1 if j >= 0 else 0, 1] = 1
+        maps.append(heads.reshape(-1, 2))
+    with h5py.File(tmp_path / "F.h5", "w") as file:
+        file["attention/1"] = np.concatenate(maps)
+        file["tokens"] = np.concatenate(rows)
+        file["sizes"] = np.array([6, 5])
+        file["offsets"] = np.array([0, 6, 11])
+        file["attention_offsets"] = np.array([0, 36, 61])
+    # four tokens of the first row have a partner, and two of the second
+    shares = partners.shares(str(tmp_path / "F.h5"))[1]
+    np.testing.assert_allclose(shares, [(4 / 6 + 2 / 5) / 6, 1], rtol=1e-3)
