@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,7 @@ def test_a_study_takes_a_list_of_stores(data: Toys, tmp_path: Path) -> None:
         return Plan(read_study(file, "mini"), tmp_path / "studies", {})
 
     copy = shutil.copytree(data.classes, tmp_path / "copy")
+    (copy / "notes.txt").write_text("so that it is not the same store twice")
     one, both = plan(data.classes), plan(data.classes, copy)
     assert not set(one.jobs) & set(both.jobs)
     job = next(iter(both.jobs.values()))
@@ -257,3 +259,34 @@ def test_a_study_takes_a_list_of_stores(data: Toys, tmp_path: Path) -> None:
         Forecast(foreign).check()
     unknown = Costs(Forecast(plan(data.classes, tmp_path / "none")))
     assert unknown.seconds(next(iter(both.jobs.values()))) is None
+
+
+def test_a_typed_path_is_known_by_its_content(data: Toys, tmp_path: Path) -> None:
+    """Not by its name: if something else lies there, the run is another one."""
+    file = tmp_path / "one.toml"
+    text = STUDY.format(recipe=ROOT / CLASSIFY, data=data.classes, precision="fp32")
+    file.write_text(
+        text.replace(
+            "vary.seed",
+            'settings.init = "START"\n'
+            'settings.surgery = [{ op = "transplant", source = "OTHER" }, { op = "clean" }]\n'
+            'settings.train.branch_from = "BRANCH"\n'
+            "vary.seed",
+        )
+        .replace("START", str(tmp_path / "start"))
+        .replace("OTHER", str(tmp_path / "other"))
+        .replace("BRANCH", str(tmp_path / "branch"))
+    )
+
+    def keys() -> set[str]:
+        return set(Plan(read_study(file, "mini"), tmp_path / "studies", {}).jobs)
+
+    known = [keys()]
+    for name in ("start", "other", "branch"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(name)
+        known.append(keys())
+        assert keys() == known[-1]
+        (tmp_path / name / "weights").write_text("changed")
+        known.append(keys())
+    assert not any(a & b for a, b in combinations(known, 2))

@@ -3,7 +3,8 @@
 A key is a hash of everything that determines a result. For a run, that is
 
 - the resolved recipe, but not its `run`, `overwrite`, `system.*` or intervals of logs and
-  checkpoints. Each path is replaced by the key of what is made there, or the digest of a need;
+  checkpoints. Each path is replaced by the key of what is made there, or the digest of what lies
+  there;
 - the precision, tf32, the number of processes, and RESULTS.
 
 For another command it is RESULTS and the command line, with its paths replaced in the same way. Two
@@ -44,6 +45,7 @@ from xformer.study.spec import (
 from xformer.tasks.known import kind_of
 
 RESULTS = 2  # raised by hand when a change of the code changes results
+READ = ("source", "store")  # arguments of operations on weights that are paths
 # these change no result; `validate_every` does, as it affects which checkpoint is selected
 INTERVALS = ("log_every", "checkpoint_every", "keep_last", "keep_every", "keep_state", "keep_at")
 PLACE_BELOW = re.compile(PLACE.pattern + r"((?:/[^\s{}]*)?)")  # with the rest of its path
@@ -263,7 +265,7 @@ class Plan:
             self._recipes[stage.recipe] = read_recipe(place)
         raw = merge(self._recipes[stage.recipe], settings)
         with within(label):
-            by_key = self._filled(raw, inputs, True)
+            by_key = self._by_content(self._filled(raw, inputs, True))
             precision, key = self._settled(by_key, stage.processes)
         if by_key.get("system", {}).get("precision", "auto") == "auto":
             self._auto.setdefault(name, set()).add(precision)
@@ -277,6 +279,29 @@ class Plan:
         command = (*program, str(path.with_suffix(".toml")))
         job = Job(label, key, path, path / "result.json", command, recipe=recipe)
         return self._add(replace(job, processes=stage.processes), inputs, name)
+
+    def _by_content(self, recipe: dict[str, Any]) -> dict[str, Any]:
+        """A recipe in which paths that the study types, rather than names as needs, are replaced by
+        the digests of what lies there."""
+
+        def change(text: str) -> str:
+            path = installed(text)
+            return self.digests.of(path) if path.exists() else text
+
+        typed: dict[str, Any] = {
+            key: each_text(recipe[key], change) for key in ("data", "init") if key in recipe
+        }
+        if branch := recipe.get("train", {}).get("branch_from"):
+            typed["train"] = {"branch_from": each_text(branch, change)}
+        if steps := recipe.get("surgery"):
+            typed["surgery"] = [
+                {
+                    key: each_text(value, change) if key in READ else value
+                    for key, value in step.items()
+                }
+                for step in steps
+            ]
+        return merge(recipe, typed)
 
     def _settled(self, by_key: dict[str, Any], processes: int) -> tuple[str, str]:
         """The precision of a run, and its key. `auto` takes the precision of a run that is already
