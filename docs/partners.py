@@ -17,8 +17,8 @@ import numpy as np
 
 
 def partners(tokens: Sequence[int]) -> list[int]:
-    """The position of each token's partner, or -1. A token that is on top of the open ones closes
-    its pair; any other opens one."""
+    """The position of each token's partner, or -1 if it has none. A token that equals the last one
+    that is still open closes its pair. Any other token opens a pair."""
     opened: list[int] = []
     partner_of = [-1] * len(tokens)
     for position, token in enumerate(tokens):
@@ -37,7 +37,7 @@ def shares(path: str) -> dict[int, np.ndarray]:
         sizes, starts, corners = file["sizes"][:], file["offsets"][:], file["attention_offsets"][:]
         tokens = file["tokens"][:]
         weights: dict[int, list[np.ndarray]] = {layer: [] for layer in maps}
-        for size, start, corner in zip(sizes, starts, corners[:-1], strict=False):
+        for size, start, corner in zip(sizes, starts[:-1], corners[:-1], strict=True):
             to = np.array(partners(tokens[start + 1 : start + size - 1].tolist()))
             here = np.flatnonzero(to >= 0)
             for layer, dataset in maps.items():

@@ -510,10 +510,19 @@ def test_the_findings_say_what_minilm_was_tuned_on() -> None:
         assert word in text
 
 
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_studies_of_minilm_say_it_below_every_table(path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "scale"),
+    [
+        (path, scale)
+        for path in STUDIES
+        for scale in read_recipe(path)["scales"]
+        if scale in ("mini", "full", "short")
+    ],
+    ids=lambda part: part.stem if isinstance(part, Path) else part,
+)
+def test_studies_of_minilm_say_it_below_every_table(path: Path, scale: str, tmp_path: Path) -> None:
     """Studies that use only its shape, or only the papers' models, say nothing."""
-    study = read_study(path, "mini" if "mini" in read_recipe(path)["scales"] else "small")
+    study = read_study(path, scale)
     if not any(WEIGHTS.search(need.about) for need in study.needs.values()):
         return
     assert all(LABEL in need.about for need in study.needs.values() if "MiniLM" in need.about)

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import looking
 import numpy as np
@@ -39,8 +40,16 @@ from xformer.study.claims import holm, paired_test, verdicts
 from xformer.study.forecast import Costs, Forecast
 from xformer.study.plan import Job, Plan, to_do
 from xformer.study.pool import newest_numbers, set_up
-from xformer.study.report import build_report, render, write_report
-from xformer.study.results import Ledger, Results, sample_of, statistics_of, write_csv
+from xformer.study.report import build_report, curves_figure, render, write_report
+from xformer.study.results import (
+    Ledger,
+    Line,
+    Panel,
+    Results,
+    sample_of,
+    statistics_of,
+    write_csv,
+)
 from xformer.study.spec import read_study
 
 STUDY = f"""
@@ -2072,3 +2081,13 @@ def test_a_study_tells_of_the_training_that_runs(tmp_path: Path) -> None:
     assert newest_numbers(jobs) == {"step": 20, "loss": 2.5, "tokens/s": 900.0}
     (tmp_path / "new/log.jsonl").write_text('{"event": "train", "st')
     assert newest_numbers(jobs) == {}
+
+
+def test_the_legend_of_curves_is_not_cut() -> None:
+    """Seven lines in one panel: every name begins and ends within the picture."""
+    lines = tuple(Line(f"line {i}", 1, [0, 1], [1.0, 0.5], [0.0, 0.0]) for i in range(7))
+    drawing = ElementTree.fromstring(curves_figure("loss", [Panel("task", "loss", lines)]))
+    width = float(drawing.attrib["viewBox"].split()[2])
+    texts = drawing.iter("{http://www.w3.org/2000/svg}text")
+    left = {"".join(text.itertext()).strip(): float(text.attrib["x"]) for text in texts}
+    assert all(0 < left[line.name] < width - 25 for line in lines)  # a name is 24 points wide

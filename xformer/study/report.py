@@ -747,6 +747,11 @@ def curves_figure(name: str, panels: Sequence[Panel]) -> str:
             axes.set_title(panel.name, fontsize=10)
             axes.set(xlabel="step", ylabel=panel.value)
             axes.grid(alpha=0.3)
-        columns = min(6, len(shown))
-        drawing.legend(list(shown.values()), list(shown), loc="outside upper center", ncols=columns)
+        for columns in range(min(6, len(shown)), 0, -1):  # as many as fit into the width
+            legend = drawing.legend(
+                list(shown.values()), list(shown), loc="outside upper center", ncols=columns
+            )
+            if columns == 1 or legend.get_window_extent().width <= drawing.bbox.width:
+                break
+            legend.remove()
         return style.svg(drawing, name)
