@@ -383,6 +383,25 @@ def test_a_split_that_a_store_lacks_is_refused(file: Path, tmp_path: Path) -> No
     Forecast(plan_of(file, tmp_path)).check()
 
 
+def test_a_split_without_labels_is_refused(forks: Forks, file: Path, tmp_path: Path) -> None:
+    """The store has a split test, but its rows have no labels."""
+    raw, store = tmp_path / "raw", tmp_path / "store"
+    raw.mkdir()
+    rows = "".join(f"ACGT\t{'yes' if i % 2 else 'no'}\n" for i in range(8))
+    for name in ("train.tsv", "valid.tsv"):
+        (raw / name).write_text(f"sequence\tlabel\n{rows}")
+    (raw / "test.tsv").write_text("sequence\nACGT\nCCGT\n")
+    good(forks.run("preprocess.py", "task", "dna", "--input", raw, "--output", store))
+    need = f'[needs.task]\nabout = "x"\npath = "{store}"\n[needs.data]'
+    task = 'settings.data = "{made.task}"', 'settings.data = "{need.task}"'
+    changed(file, ("[needs.data]", need), task)
+    words = "rate=low will have no scores on 'test', which has no labels in "
+    with pytest.raises(BadInput, match=f"{words}{store}$"):
+        Forecast(plan_of(file, tmp_path)).check()
+    changed(file, metric("train.loss"))  # in the log
+    Forecast(plan_of(file, tmp_path)).check()
+
+
 def test_a_checkpoint_that_is_there_is_read_and_one_that_is_not_is_not_judged(
     forks: Forks, file: Path, tmp_path: Path
 ) -> None:

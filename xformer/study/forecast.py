@@ -25,6 +25,7 @@ from xformer.data import mapping
 from xformer.data.batch import Workload
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json, read_run_json
+from xformer.data.joined import open_stores
 from xformer.data.store import ORDER
 from xformer.data.tokenizers import META
 from xformer.evaluate import EvaluateConfig
@@ -39,7 +40,7 @@ from xformer.surgery.embeddings import check_source, check_width
 from xformer.surgery.layers import shape_after
 from xformer.surgery.registry import Operation, parse_operation
 from xformer.tasks.known import TASKS, kind_of, task_of
-from xformer.tasks.task import HIGHER, Head
+from xformer.tasks.task import HIGHER, Head, Task
 
 # what `preprocess.py task NAME` makes. For OPEN tasks --kind decides; squad makes spans, choice
 # makes choices, and all others make classes
@@ -181,11 +182,14 @@ class Forecast:
 
     def metric(self, job: Job) -> tuple[str, int]:
         """The metric that selects the checkpoint of a run, and HIGHER or LOWER."""
-        recipe = self.recipe(job)
-        task = kind_of(recipe.head, recipe.masking.pair_weight > 0)(Head(recipe.head))
+        recipe, task = self.recipe(job), self._task(job)
         of_store = self.at(each(recipe.data)[0]).metric
         name = recipe.train.metric or task.default_metric(of_store)
         return name, task.metrics.get(name, HIGHER)
+
+    def _task(self, job: Job) -> Task:
+        recipe = self.recipe(job)
+        return kind_of(recipe.head, recipe.masking.pair_weight > 0)(Head(recipe.head))
 
     def unchecked(self, jobs: Iterable[Job]) -> int:
         """The number of jobs whose initial model has a shape that is not known yet. `check` cannot
@@ -240,9 +244,9 @@ class Forecast:
     # ------------------------------------------------------- can each run use what it reads?
 
     def check(self) -> None:
-        """Raise BadInput naming the first table of a split that its runs will not have, or the
-        first run that does not fit the model that it starts from, in its rows, vocabulary, kind of
-        store or head. What is not known yet is not checked (see `unchecked`).
+        """Raise BadInput naming the first table of a split that its runs will not have or that has
+        no labels, or the first run that does not fit the model that it starts from, in its rows,
+        vocabulary, kind of store or head. What is not known yet is not checked (see `unchecked`).
 
         The checks are those of training, evaluation and the analyses. Finished jobs are skipped.
         """
@@ -262,6 +266,18 @@ class Forecast:
                     raise BadInput(
                         f"{job.name} will have no split {split!r}; it can have {', '.join(known)}"
                     )
+                if known and not job.done and not self._has_labels(job, split):
+                    raise BadInput(
+                        f"{job.name} will have no scores on {split!r}, which has no labels in "
+                        f"{self.store(self.recipe(job).data).name}"
+                    )
+
+    def _has_labels(self, job: Job, split: str) -> bool:
+        """Whether a split of a run's data can be scored; True if that cannot be read yet."""
+        with suppress(*UNREADABLE):
+            store = open_stores(self.recipe(job).data)
+            return self._task(job).has_labels(store.split(split))
+        return True
 
     def _check(self, job: Job) -> None:
         if job.recipe is not None:
