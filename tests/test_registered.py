@@ -89,6 +89,19 @@ def test_the_commit_that_held_a_claim_first(file: Path) -> None:
     third = commit(file, 1_000_000_400)
     assert words(1_000_000_300).endswith(f"after the first result, in {third[:9]}")
     assert words(1_000_000_500) == f"{second[:9]} of 2001-09-09 01:50"
+
+    # a new level is no change of the runs if the claim names its own levels of that factor
+    text = file.read_text()
+    file.write_text(text.replace("vary.rate.low", "vary.start.third = {}\nvary.rate.low"))
+    commit(file, 1_000_000_600)
+    assert words(1_000_000_500) == f"{second[:9]} of 2001-09-09 01:50"
+    for old, new in (
+        ("vary.rate.low", "vary.rate.third = {}\nvary.rate.low"),
+        ("vary.start.scratch = {", "vary.start.scratch = { init = '',"),
+    ):
+        file.write_text(text.replace(old, new))
+        changed = commit(file, 1_000_000_700)
+        assert words(1_000_000_500).endswith(f"after the first result, in {changed[:9]}")
     outside = file.parent.parent / "outside.toml"
     outside.write_text(file.read_text())
     assert origins(outside, "mini")[0][0].time is None

@@ -1449,6 +1449,37 @@ def test_differences_deviations_means_summaries_and_curves(
     assert re.search(r"\| scratch \| 2<br>2 \| \S+<br>-0.125 \| [\d.]+ \|", markdown_of(results))
 
 
+@pytest.mark.usefixtures("data")
+def test_rows_that_are_numbers_become_the_axis_of_a_tables_figure(
+    file: Path, tmp_path: Path
+) -> None:
+    """The figure is a file beside the report, which shows it. Two numbers are no axis."""
+    changed(
+        file,
+        ("vary.rate.low", "vary.rate.10"),
+        ("vary.rate.high", "vary.rate.20"),
+        ('rows = "start"\ncolumns = "rate"', 'rows = "rate"\ncolumns = "start"'),
+        ('rows.pretrained = [50.0, 99.0]\nrows.none = [50.0, ""]', "rows.10 = [50.0, 40.0]"),
+        ('columns = ["low", "high"]', 'columns = ["pretrained", "none"]'),
+    )
+    for levels, across, group in ((3, "rate", "scratch"), (2, "start", "20")):
+        if levels == 3:
+            changed(file, ("vary.rate.20", "vary.rate.40 = { optim.lr = 1e-4 }\nvary.rate.20"))
+        else:
+            changed(file, ("vary.rate.40 = { optim.lr = 1e-4 }\n", ""))
+        plan = plan_of(file, tmp_path / str(levels), data=str(tmp_path / "data"))
+        finish(plan, lambda seed, start, rate: 0.5 + 0.01 * int(rate) * (start == "pretrained"))
+        directory = plan.root / "letters-mini"
+        directory.mkdir()
+        write_report(Results(plan), {}, directory)
+        assert "![Accuracy](table-main.svg)" in (directory / "report.md").read_text()
+        drawing = ElementTree.parse(directory / "table-main.svg")
+        every = drawing.iter("{http://www.w3.org/2000/svg}text")
+        texts = ["".join(text.itertext()).strip() for text in every]
+        assert across in texts  # the label of the axis
+        assert texts.index(across) < texts.index(group)  # the legend comes last
+
+
 def test_huangs_summaries_are_of_huangs_differences() -> None:
     """Figures 7 to 10 give statistics of the differences in figures 5 and 6, up to rounding.
 

@@ -17,6 +17,7 @@ import tarfile
 import tempfile
 import tomllib
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from io import BytesIO
@@ -337,7 +338,7 @@ class Origin:
 
 def origins(path: Path, scale: str) -> tuple[list[Origin], Origin]:
     """The origin of each claim of a study file at a scale, in order, and that of the settings of
-    its runs. Times are in UTC."""
+    its runs (`_same_runs`). Times are in UTC."""
     claims, runs = _content(path, scale)
     wanted = [*claims, runs]
     oldest = [Origin() for _ in wanted]
@@ -355,7 +356,8 @@ def origins(path: Path, scale: str) -> tuple[list[Origin], Origin]:
         still = set(range(len(wanted))) if number == 0 else left.get(commit, set())
         if still:
             held = _at(root, commit, folders, path.resolve().relative_to(root), scale)
-            still = {i for i in still if wanted[i] in held}
+            same = {len(claims)} if held and _same_runs(runs, held[-1], claims) else set()
+            still = {i for i in still if wanted[i] in held} | (still & same)
         time = datetime.fromtimestamp(int(seconds), UTC)
         for i in still:
             known = oldest[i].time
@@ -418,7 +420,29 @@ def _content(path: Path, scale: str) -> tuple[list[dict[str, Any]], dict[str, An
     ]
     names = {stage["recipe"] for stage in values["stages"].values() if "recipe" in stage}
     recipes = {name: read_recipe(find_recipe(name, path.parent)) for name in sorted(names)}
-    return claims, {**{k: values.get(k) for k in ("stages", "made", "levels")}, "recipes": recipes}
+    settings = {part: values.get(part, {}) for part in ("stages", "made", "levels")}
+    return claims, {**settings, "recipes": recipes}
+
+
+def _same_runs(now: dict[str, Any], then: dict[str, Any], claims: list[dict[str, Any]]) -> bool:
+    """Whether the runs of an earlier commit still have the same settings. New stages and stores are
+    no change. Nor is a new level, if every claim names its level of that factor on both sides."""
+    now = deepcopy(now)
+    for part in ("stages", "made", "recipes"):
+        _drop(now[part], then[part])
+    for name, stage in now["stages"].items():
+        for factor, levels in stage.get("vary", {}).items():
+            named = all(factor in claim["better"] and factor in claim["than"] for claim in claims)
+            before = then["stages"][name].get("vary", {}).get(factor)
+            if named and isinstance(levels, dict) and isinstance(before, dict):
+                _drop(levels, before)
+    return now == then
+
+
+def _drop(now: dict[str, Any], then: dict[str, Any]) -> None:
+    """Remove the keys that were not there then."""
+    for key in now.keys() - then.keys():
+        del now[key]
 
 
 def _folders(path: Path, runs: dict[str, Any], root: Path) -> list[str]:

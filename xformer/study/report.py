@@ -356,7 +356,8 @@ def _table(results: Results, table: ScoreTable, notes: Notes, shares: Shares) ->
     rows = [[Entry(row[0].row), *(_cell(cell, table.digits) for cell in row)] for row in cells]
     drawing, flat = None, [cell for row in cells for cell in row]
     if table.show == "mean" and any(cell.sample for cell in flat):
-        drawing = Drawing(svg=table_figure(table, cells, headers))
+        svg = _scores_figure(table, cells, headers)
+        drawing = Drawing(f"table-{table.name}.svg", svg)
     return Section(
         table.title,
         _legend(results, table),
@@ -365,6 +366,20 @@ def _table(results: Results, table: ScoreTable, notes: Notes, shares: Shares) ->
         deviations=_deviations(notes, table),
         scores=_scores(cells, table.digits, [_resampled(results, table, shares, c) for c in flat]),
     )
+
+
+def _scores_figure(table: ScoreTable, cells: list[list[Cell]], headers: Sequence[str]) -> str:
+    """The figure of a table. If its rows are numbers, such as steps, they become the horizontal
+    axis, and a line joins the scores of each column."""
+    rows = [row[0].row for row in cells]
+    if table.rows.split(".")[0] == SEED or not _numeric(rows) or _numeric(headers):
+        return table_figure(table, cells, headers)
+    lines = [
+        [replace(cell, row=header, column=cell.row) for cell in column]
+        for header, column in zip(headers, zip(*cells, strict=True), strict=True)
+    ]
+    turned = table.model_copy(update={"columns": table.rows})
+    return table_figure(turned, lines, rows, joined=True)
 
 
 def _variances(results: Results, table: ScoreTable, shares: Shares) -> Iterator[Section]:
@@ -458,16 +473,18 @@ def _numeric_factor(study: Study, stage: str) -> str:
     """The first factor of a stage, besides the seeds, that has three levels or more, all of them
     numbers; "" if there is none."""
     for factor, levels in study.factors(stage).items():
-        if factor.split(".")[0] != SEED and len(levels) > 2 and all(map(_is_number, levels)):
+        if factor.split(".")[0] != SEED and _numeric(levels):
             return factor
     return ""
 
 
-def _is_number(text: str) -> bool:
+def _numeric(levels: Iterable[str]) -> bool:
+    """Whether levels are at least three numbers, so that a line may join their scores."""
     try:
-        return math.isfinite(float(text))
+        numbers = [float(level) for level in levels]
     except ValueError:
         return False
+    return len(numbers) > 2 and all(map(math.isfinite, numbers))
 
 
 def _along(study: Study, table: ScoreTable, factor: str, cells: list[list[Cell]]) -> Drawing:
@@ -680,12 +697,12 @@ def table_figure(
     """An SVG of a table: a group for each column, labelled by `names`, and a colour for each row.
     Every score is a point beside the mean, which has the standard deviation of three scores or
     more. A published number is a dashed line. With `joined`, a line joins the means of a row."""
-    columns, width = len(names), 0.8 / len(cells)
+    columns, width = len(names), (0.24 if joined else 0.8) / len(cells)
     with style.colours(style.BOTH):
         drawing = style.new_figure(min(13.0, 2.5 + 0.28 * columns * (len(cells) + 1)), 3.8)
         axes = drawing.subplots()
         for number, row in enumerate(cells):
-            left = -0.4 + width * (number + 0.5)
+            left = width * (number + 0.5 - len(cells) / 2)
             places = np.arange(columns) + left
             _row(axes, places, row, width, f"C{number}")
             if joined:
