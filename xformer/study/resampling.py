@@ -185,7 +185,7 @@ def random_factors(study: Study, stage: str) -> dict[str, str]:
         if factor == SEED or all(key.split(".")[0] == SEED for key in keys):
             factors[factor] = ", ".join(sorted(keys)) or factor
     if SEED in factors and study.registration is not None:
-        factors[SEED] = study.registration.unit
+        factors[SEED] = study.registration.unit.partition(";")[0]  # without its limits
     return {factor: factors[factor] for factor in sorted(factors, key=lambda name: name != SEED)}
 
 
