@@ -13,6 +13,7 @@ from toys import Toys
 
 from xformer.config import parse_overrides, validate
 from xformer.data import masking
+from xformer.data.capacity import Capacities
 from xformer.data.files import read_json
 from xformer.parallel.processes import ALONE
 from xformer.prepare import prepare
@@ -65,6 +66,16 @@ def test_lengths_of_spans_are_those_of_spanbert() -> None:
     ideal = 0.2 * 0.8 ** np.arange(10)
     assert np.abs(shares - ideal / ideal.sum()).max() < 0.02
     assert 3.7 < lengths.mean() < 4.1  # some touch
+
+
+def test_the_number_of_tokens_in_spans_varies_more_than_that_of_single_tokens() -> None:
+    """Compiled batches leave room for them (xformer.data.capacity)."""
+    batches = [masked(np.full(64, 128), 0.15, seed) for seed in range(400)]
+    counts = [len(places) for _, places, *_ in batches]
+    binomial = np.sqrt(64 * 126 * 0.15 * 0.85)
+    assert np.std(counts) / binomial == pytest.approx(masking.SPREAD, rel=0.1)
+    room = Capacities(np.array([8192]), np.array([64]), 1, 128, 1, 0.15, masking.SPREAD).known[0]
+    assert np.mean(np.array(counts) > room.places) < 0.01
 
 
 def test_a_span_is_replaced_as_a_whole() -> None:

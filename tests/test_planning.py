@@ -552,7 +552,7 @@ def longest_rows(config: ModelConfig, head: str, length: int) -> tuple[Model, Ba
     return model, Batch(*rows, length, meta(label), asked, asked)
 
 
-@pytest.mark.parametrize("scale", ["mini", "small", "paper"])
+@pytest.mark.parametrize("scale", ["mini", "small", "full", "short", "paper"])
 def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) -> None:
     """The longest rows of each stage go through the model that it trains, once for each shape."""
     kinds: set[tuple[ModelConfig, str, int]] = set()
@@ -565,6 +565,8 @@ def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) ->
                 continue
             recipe = validate(Recipe, job.recipe)
             config, store = forecast.made(job).shape, forecast.store(recipe.data)
+            if config is None and "/trajectory/" in (recipe.init or ""):
+                continue  # known when the run that keeps it has begun
             assert config is not None, f"{path}: {job.name}: its model is not known"
             assert store.kind is not None
             if config.vocab_size == 0:  # the tokenizer's
@@ -574,7 +576,7 @@ def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) ->
             # all layers are alike
             config = config.model_copy(update={"layers": min(2, config.layers)})
             kinds.add((config, recipe.head, recipe.batch.max_tokens))
-    assert len(kinds) > 5
+    assert len(kinds) > (1 if scale in ("full", "short") else 5)
     for config, head, length in kinds:
         model, batch = longest_rows(config, head, length)
         loss = model.loss(batch)

@@ -102,6 +102,14 @@ def test_the_commit_that_held_a_claim_first(file: Path) -> None:
         file.write_text(text.replace(old, new))
         changed = commit(file, 1_000_000_700)
         assert words(1_000_000_500).endswith(f"after the first result, in {changed[:9]}")
+
+    # nor are the seeds of a planned extension, but other seeds are
+    for extension, ends in (("seeds 4 and 5", "02:01"), ("none", "in HEAD")):
+        file.write_text(text.replace('extension = "none"', f'extension = "{extension}"'))
+        commit(file, 1_000_000_900)
+        file.write_text(file.read_text().replace("vary.seed = [0, 1]", "vary.seed = [0, 1, 2]"))
+        changed = commit(file, 1_000_001_000)
+        assert words(1_000_000_950).endswith(ends.replace("HEAD", changed[:9]))
     outside = file.parent.parent / "outside.toml"
     outside.write_text(file.read_text())
     assert origins(outside, "mini")[0][0].time is None

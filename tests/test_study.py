@@ -651,6 +651,9 @@ class Slow:
         def join(self) -> None:
             assert self.asked
 
+    def choose(self, free: Sequence[int], processes: int) -> Sequence[int]:
+        return pool.Local(self.slots, 1).choose(free, processes)
+
     def start(self, job: Job, slots: Sequence[int]) -> Slow.Handle:
         self.started.append(job.name)
         self.running[job.name] = self.Handle(job)
@@ -1728,6 +1731,12 @@ def test_gpus_are_those_that_the_process_may_see(
         handle.join()
         seen.append(shows.proof.read_text())
     assert seen == ["6", "7", "6", "7"]
+    assert local.choose([0, 2], 2) == ()  # two processes need two GPUs
+    assert local.choose([0, 1, 2], 2) == [0, 1]
+    assert local.choose([2, 3], 1) == [2]
+    assert local.choose([1], 3) == ()
+    assert len(local.choose([1, 2], 3)) == 2  # training says that a rank lacks its GPU
+    assert pool.Local(4, 1).choose([0, 2], 2) == [0, 2]
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,9 @@ def test_the_cost_is_timed(store: Path, tmp_path: Path, monkeypatch: pytest.Monk
     class Here:
         slots, threads = 1, 1
 
+        def choose(self, free: list[int], processes: int) -> list[int]:
+            return free[:processes]
+
         def start(self, job: Job, slots: object) -> Ended:
             started.append(job)
             job.path.mkdir()

@@ -40,7 +40,8 @@ class Capacities:
     are chosen, so that these batches need as little filler as possible. Later batches may fit none
     of them; `beyond` is for those. `longest` is the length limit of a row, `together` the number of
     rows in an example, and `masked` the expected share of tokens to predict (0: the task predicts
-    no tokens, 1: any number is possible).
+    no tokens, 1: any number is possible). `spread` is how many times the standard deviation of
+    independently chosen tokens their number has.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class Capacities:
         longest: int,
         together: int = 1,
         masked: float = 0.0,
+        spread: float = 1.0,
     ):
-        self.longest, self.together, self.masked = longest, together, masked
+        self.longest, self.together, self.masked, self.spread = longest, together, masked, spread
         levels = [_aligned(level + 1, ALIGNED) for level in least_filler(tokens, most)]
         most_filler = int(np.diff([0, *levels]).max())
         most_rows = int(SPARE * rows.max()) + -(-most_filler // longest) + together
@@ -61,7 +63,7 @@ class Capacities:
     def _capacity(self, tokens: int, rows: int) -> Capacity:
         places = tokens
         if self.masked < 1:
-            deviation = (self.masked * (1 - self.masked) * tokens) ** 0.5
+            deviation = self.spread * (self.masked * (1 - self.masked) * tokens) ** 0.5
             places = int(self.masked * tokens + DEVIATIONS * deviation)
         return Capacity(tokens, _aligned(rows, self.together), _aligned(places, ALIGNED))
 

@@ -16,6 +16,8 @@ from xformer.data.hashing import GOLDEN, key, mix
 MASK = 3  # distinguishes these keys from those of xformer.data.sampler
 # SpanBERT: a span has at most LONGEST tokens, and ends after each of them with the chance STOP
 LONGEST, STOP = 10, 0.2
+# how many times the standard deviation of single tokens the number of masked tokens has
+SPREAD = 2.3
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from xformer.data.batch import Assembler, Batch, Masks, Workload, rows_of
 from xformer.data.capacity import Capacities
-from xformer.data.masking import MaskSchedule
+from xformer.data.masking import SPREAD, MaskSchedule
 from xformer.data.sampler import Stream
 from xformer.parallel.processes import Ranks
 from xformer.tasks.task import to_device
@@ -207,6 +207,7 @@ class Feed:
             self.assembler.max_tokens,
             split.together,
             self._share_to_predict(sum(tokens), sum(rows)),
+            SPREAD if self.masking is not None and self.masking.spans else 1.0,
         )
 
     def _share_to_predict(self, tokens: int, rows: int) -> float:

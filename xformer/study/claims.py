@@ -269,8 +269,8 @@ def _over_study(verdicts: Sequence[Verdict], looks: int) -> list[Verdict]:
 
 def published_difference(results: Results, verdict: Verdict, level: str) -> float | None:
     """What the paper's table says of a part of a claim: the mean difference of its numbers over all
-    rows and columns that both sides cover. None if a number lacks, or if the claim compares what
-    the table does not show."""
+    rows and columns that both sides cover. None if the paper lacks a number, or if the claim
+    compares something that the table does not show."""
     study, table, means = results.study, verdict.table, []
     for side in sides(verdict.claim, level):
         others = side.keys() - {table.rows, table.columns}
@@ -425,9 +425,12 @@ def _content(path: Path, scale: str) -> tuple[list[dict[str, Any]], dict[str, An
 
 
 def _same_runs(now: dict[str, Any], then: dict[str, Any], claims: list[dict[str, Any]]) -> bool:
-    """Whether the runs of an earlier commit still have the same settings. New stages and stores are
-    no change. Nor is a new level, if every claim names its level of that factor on both sides."""
+    """Whether the runs of an earlier commit still have the same settings. It does not count as a
+    change to add stages, stores, the seeds of a planned extension, or a level of a factor whose
+    level every claim names on both sides."""
     now = deepcopy(now)
+    registrations = [claim["registration"] or {} for claim in claims]
+    extended = any(one.get("extension", "none") != "none" for one in registrations)
     for part in ("stages", "made", "recipes"):
         _drop(now[part], then[part])
     for name, stage in now["stages"].items():
@@ -436,6 +439,9 @@ def _same_runs(now: dict[str, Any], then: dict[str, Any], claims: list[dict[str,
             before = then["stages"][name].get("vary", {}).get(factor)
             if named and isinstance(levels, dict) and isinstance(before, dict):
                 _drop(levels, before)
+            lists = isinstance(levels, list) and isinstance(before, list)
+            if extended and lists and factor == SEED:
+                levels[:] = [seed for seed in levels if seed in before]
     return now == then
 
 

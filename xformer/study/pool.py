@@ -72,6 +72,9 @@ class Executor(Protocol):
     @property
     def slots(self) -> int: ...
 
+    def choose(self, free: Sequence[int], processes: int) -> Sequence[int]:
+        """The slots of a job, among the free ones; none if it must wait."""
+
     def start(self, job: Job, slots: Sequence[int]) -> Handle: ...
 
 
@@ -108,6 +111,13 @@ class Local:
     slots: int
     threads: int
     devices: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
+
+    def choose(self, free: Sequence[int], processes: int) -> Sequence[int]:
+        """The first slots. With GPUs, each process of a job gets one of its own."""
+        number = min(processes, self.slots, len(self.devices) or processes)
+        if self.devices:
+            free = sorted({slot % len(self.devices): slot for slot in reversed(free)}.values())
+        return free[:number] if len(free) >= number else ()
 
     def start(self, job: Job, slots: Sequence[int]) -> BaseProcess:
         paths = (str(provenance.ROOT), os.environ.get("PYTHONPATH", ""))
@@ -223,6 +233,9 @@ class Slurm:
     """Jobs of a Slurm cluster, through submitit; `options` are sbatch's, such as partition."""
 
     slots = 1000  # Slurm has a queue of its own
+
+    def choose(self, free: Sequence[int], processes: int) -> Sequence[int]:
+        return free[:processes]
 
     def __init__(self, directory: Path, options: dict[str, str | int], cluster: str = "slurm"):
         if cluster == "slurm" and shutil.which("sbatch") is None:
@@ -403,10 +416,10 @@ class _Queue:
             if self._made(job):  # by another study, meanwhile
                 self._end(job, Outcome(job, "there"))
                 continue
-            number = min(job.processes, self.executor.slots)
-            if len(free) < number:
+            slots = self.executor.choose(free, job.processes)
+            if not slots:
                 return  # wait for others to end: smaller jobs could starve this one
-            slots, free = free[:number], free[number:]
+            free = [slot for slot in free if slot not in slots]
             log_of(job).parent.mkdir(parents=True, exist_ok=True)
             self.set_up(job)
             self.running[job.key] = _Running(job, self.executor.start(job, slots), slots)

@@ -374,12 +374,13 @@ def _scores_figure(table: ScoreTable, cells: list[list[Cell]], headers: Sequence
     rows = [row[0].row for row in cells]
     if table.rows.split(".")[0] == SEED or not _numeric(rows) or _numeric(headers):
         return table_figure(table, cells, headers)
+    cells = sorted(cells, key=lambda row: float(row[0].row))
     lines = [
         [replace(cell, row=header, column=cell.row) for cell in column]
         for header, column in zip(headers, zip(*cells, strict=True), strict=True)
     ]
     turned = table.model_copy(update={"columns": table.rows})
-    return table_figure(turned, lines, rows, joined=True)
+    return table_figure(turned, lines, [row[0].row for row in cells], joined=True)
 
 
 def _variances(results: Results, table: ScoreTable, shares: Shares) -> Iterator[Section]:
@@ -696,19 +697,26 @@ def table_figure(
 ) -> str:
     """An SVG of a table: a group for each column, labelled by `names`, and a colour for each row.
     Every score is a point beside the mean, which has the standard deviation of three scores or
-    more. A published number is a dashed line. With `joined`, a line joins the means of a row."""
-    columns, width = len(names), (0.24 if joined else 0.8) / len(cells)
+    more. A published number is a dashed line. With `joined`, the columns are numbers, which are
+    places on the horizontal axis, and a line joins the means of a row."""
+    columns, width = len(names), 0.8 / len(cells)
+    numbers = np.array([float(name) for name in names]) if joined else np.arange(columns)
     with style.colours(style.BOTH):
         drawing = style.new_figure(min(13.0, 2.5 + 0.28 * columns * (len(cells) + 1)), 3.8)
         axes = drawing.subplots()
         for number, row in enumerate(cells):
-            left = width * (number + 0.5 - len(cells) / 2)
-            places = np.arange(columns) + left
-            _row(axes, places, row, width, f"C{number}")
+            left = 0.0 if joined else width * (number + 0.5 - len(cells) / 2)
+            places = numbers + left
+            _row(axes, places, row, 0.0 if joined else width, f"C{number}")
             if joined:
                 means = [math.nan if cell.sample is None else cell.sample.mean for cell in row]
                 axes.plot(places, means, color=f"C{number}", lw=1.2)
-        axes.set_xticks(range(columns), names)
+                published = [math.nan if c.published is None else c.published for c in row]
+                axes.plot(places, published, "--", color=f"C{number}", lw=1.2)
+        if joined and numbers[0] > 0 and numbers[-1] > 20 * numbers[0]:
+            axes.set_xscale("log")
+        axes.set_xticks(numbers, names)
+        axes.minorticks_off()
         unit = ", 100 times" if table.percent else ""
         name = table.metric.rpartition(".")[2] if isinstance(table.metric, str) else "score"
         place = f" on {table.place}" if table.place else ""
