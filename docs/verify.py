@@ -16,7 +16,9 @@ import re
 import string
 import sys
 import zipfile
+import zlib
 from collections import Counter
+from collections.abc import Callable
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
@@ -26,6 +28,8 @@ import numpy as np
 from scipy import special, stats
 from sklearn import metrics
 
+# what reading a damaged file raises
+DAMAGES = (zipfile.BadZipFile, zlib.error, OSError, EOFError, LookupError, ValueError, TypeError)
 AGREES, DIFFERS, UNKNOWN = "agrees", "DIFFERS", "not checked"
 UNLABELLED, UNSEEN = -1, -2  # rows without a label; with a class that does not occur in training
 
@@ -314,6 +318,46 @@ def of_table(path: Path, known: dict[tuple[str, ...], float]) -> list[str]:
     return wrong or [say(AGREES if number else UNKNOWN, f"{path.name}: {number} scores")]
 
 
+def of_zip(path: Path, known: dict[tuple[str, ...], float]) -> list[str]:
+    """The words of all lines about a kept run. Its scores, computed again, are added to `known`."""
+    words = []
+    with zipfile.ZipFile(path) as file:
+        if (key := file.read("key").decode().strip()) != path.stem:
+            words.append(say(DIFFERS, f"{path.name} holds the results of {key}"))
+        is_run = "config.json" in file.namelist()  # else the result of a command
+        published = json.loads(file.read("result.json"))["metrics"] if is_run else {}
+        for split in published:
+            kept = f"predictions/{split}.npz" in file.namelist()
+            content = file.read(f"predictions/{split}.npz") if kept else b""
+            again = scores(dict(np.load(BytesIO(content)))) if kept else {}
+            known |= {(path.stem, split, name): value for name, value in again.items()}
+            for name, value in published[split].items():
+                title = f"{path.stem} {split} {name}"
+                if name in again:
+                    words.append(compare(title, value, again[name]))
+                else:
+                    words.append(say(UNKNOWN, f"{title}: {value:.6g}"))
+    return words
+
+
+def read(
+    of: Callable[..., list[str]], path: Path, known: dict[tuple[str, ...], float]
+) -> list[str]:
+    """What `of` says of a file; or that the file is damaged."""
+    try:
+        return of(path, known)
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        OSError,
+        EOFError,
+        LookupError,
+        ValueError,
+        TypeError,
+    ) as e:
+        return [say(DIFFERS, f"{path.name} is damaged: {e}")]
+
+
 def main(directory: Path) -> int:
     """The exit status."""
     known: dict[tuple[str, ...], float] = {}
@@ -322,26 +366,11 @@ def main(directory: Path) -> int:
         print(f"error: {directory} has no kept results (*.zip); give a study's kept=DIRECTORY")
         return 2
     for path in sorted(directory.glob("*.zip")):
-        with zipfile.ZipFile(path) as file:
-            if (key := file.read("key").decode().strip()) != path.stem:
-                words.append(say(DIFFERS, f"{path.name} holds the results of {key}"))
-            is_run = "config.json" in file.namelist()  # else the result of a command
-            published = json.loads(file.read("result.json"))["metrics"] if is_run else {}
-            for split in published:
-                kept = f"predictions/{split}.npz" in file.namelist()
-                content = file.read(f"predictions/{split}.npz") if kept else b""
-                again = scores(dict(np.load(BytesIO(content)))) if kept else {}
-                known |= {(path.stem, split, name): value for name, value in again.items()}
-                for name, value in published[split].items():
-                    title = f"{path.stem} {split} {name}"
-                    if name in again:
-                        words.append(compare(title, value, again[name]))
-                    else:
-                        words.append(say(UNKNOWN, f"{title}: {value:.6g}"))
+        words += read(of_zip, path, known)
     for path in sorted(directory.glob("*.claims.json")):
-        words += of_claims(path, known)
+        words += read(of_claims, path, known)
     for path in sorted(directory.glob("*.results.csv")):
-        words += of_table(path, known)
+        words += read(of_table, path, known)
     print(", ".join(f"{words.count(word)} {word}" for word in (AGREES, DIFFERS, UNKNOWN)))
     return 1 if DIFFERS in words else 0
 

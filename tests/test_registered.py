@@ -115,6 +115,23 @@ def test_the_commit_that_held_a_claim_first(file: Path) -> None:
     assert origins(outside, "mini")[0][0].time is None
 
 
+def test_odd_content_of_earlier_commits(file: Path) -> None:
+    """Links out of the repository are not followed. A study that had another form has changed."""
+    (file.parent / "data").symlink_to("/usr/share")
+    text = file.read_text()
+    file.write_text(text.replace("[made.letters]", "[[made]]").replace("[made.task]", "[[made]]"))
+    commit(file, 1_000_000_000)
+    file.write_text(text)
+    (file.parent / "data").unlink()
+    second = commit(file, 1_000_000_100)
+    claims, runs = origins(file, "mini")
+    assert runs.commit == second
+    assert claims[0].time is not None
+    file.write_text(text.replace('get = "write it"', 'get = "write it"\npath = "micro/english"'))
+    third = commit(file, 1_000_000_200)
+    assert origins(file, "mini")[1].commit == third  # the runs read something else
+
+
 def test_a_side_branch_changes_nothing(file: Path) -> None:
     """A claim counts from the commit of the branch that holds it, whatever another branch did
     meanwhile."""

@@ -38,7 +38,7 @@ from xformer.study.__main__ import execute, listing
 from xformer.study.__main__ import main as study_main
 from xformer.study.claims import holm, paired_test, verdicts
 from xformer.study.forecast import Costs, Forecast
-from xformer.study.plan import Job, Plan, to_do
+from xformer.study.plan import Digests, Job, Plan, to_do
 from xformer.study.pool import newest_numbers, set_up
 from xformer.study.report import build_report, curves_figure, render, write_report
 from xformer.study.results import (
@@ -200,10 +200,25 @@ def test_a_report_says_why_runs_were_made_again(
     assert "finetune seed=0 start=scratch rate=high  (key changed: optim.lr)\n" in listed
     assert "# finetune seed=0 start=scratch rate=high, key changed: optim.lr\n" in text
     assert "rate=low, key" not in text
+    assert "4 runs were made again, because their settings changed" in text
     listed, text = studied()
     assert "key changed" not in listed
     assert "rate=high, key changed: optim.lr\n" in text
     assert "rate=high: done, key changed: optim.lr<" in report.read_text()
+
+
+def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> None:
+    given, real = tmp_path / "given", tmp_path / "real"
+    for directory in (given, real):
+        directory.mkdir()
+        (directory / "a").write_text("1")
+    (given / "link").symlink_to(real)
+    (real / "back").symlink_to(given)  # goes round in circles
+    digests = Digests(tmp_path / "digests.json")
+    before = digests.of(given)
+    assert digests.of(given) == before
+    (real / "a").write_text("23")
+    assert digests.of(given) != before
 
 
 # ------------------------------------------------------------------------------------ the file

@@ -24,6 +24,16 @@ def again(predictions: Predictions, path: Path) -> dict[str, float]:
     return scores
 
 
+def test_a_damaged_file_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.zip").write_bytes(b"PK")
+    (tmp_path / "b.claims.json").write_text("[1]")
+    (tmp_path / "c.results.csv").write_text("key,value\nx,1.0\n")
+    assert script("verify").main(tmp_path) == 1
+    printed = capsys.readouterr().out
+    assert [printed.count(f"{name} is damaged") for name in ("a.zip", "b.claims.json")] == [1, 1]
+    assert "c.results.csv" in printed
+
+
 @pytest.mark.parametrize("model", OFFICIAL)
 def test_answers_score_as_by_the_official_script(model: str, shared: Path) -> None:
     scores = script("verify").squad(*official(shared, model))

@@ -15,8 +15,8 @@ import statistics
 import subprocess
 import tarfile
 import tempfile
-import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -421,6 +421,7 @@ def _content(path: Path, scale: str) -> tuple[list[dict[str, Any]], dict[str, An
     names = {stage["recipe"] for stage in values["stages"].values() if "recipe" in stage}
     recipes = {name: read_recipe(find_recipe(name, path.parent)) for name in sorted(names)}
     settings = {part: values.get(part, {}) for part in ("stages", "made", "levels")}
+    settings["needs"] = {name: one.get("path") for name, one in values.get("needs", {}).items()}
     return claims, {**settings, "recipes": recipes}
 
 
@@ -431,17 +432,20 @@ def _same_runs(now: dict[str, Any], then: dict[str, Any], claims: list[dict[str,
     now = deepcopy(now)
     registrations = [claim["registration"] or {} for claim in claims]
     extended = any(one.get("extension", "none") != "none" for one in registrations)
-    for part in ("stages", "made", "recipes"):
-        _drop(now[part], then[part])
-    for name, stage in now["stages"].items():
-        for factor, levels in stage.get("vary", {}).items():
-            named = all(factor in claim["better"] and factor in claim["than"] for claim in claims)
-            before = then["stages"][name].get("vary", {}).get(factor)
-            if named and isinstance(levels, dict) and isinstance(before, dict):
-                _drop(levels, before)
-            lists = isinstance(levels, list) and isinstance(before, list)
-            if extended and lists and factor == SEED:
-                levels[:] = [seed for seed in levels if seed in before]
+    with suppress(AttributeError, TypeError, KeyError):  # it had another form then
+        for part in ("stages", "made", "needs", "recipes"):
+            _drop(now[part], then[part])
+        for name, stage in now["stages"].items():
+            for factor, levels in stage.get("vary", {}).items():
+                named = all(
+                    factor in claim["better"] and factor in claim["than"] for claim in claims
+                )
+                before = then["stages"][name].get("vary", {}).get(factor)
+                if named and isinstance(levels, dict) and isinstance(before, dict):
+                    _drop(levels, before)
+                lists = isinstance(levels, list) and isinstance(before, list)
+                if lists and (named or (extended and factor == SEED)):
+                    levels[:] = [level for level in levels if level in before]
     return now == then
 
 
@@ -466,10 +470,11 @@ def _at(root: Path, commit: str, folders: list[str], path: Path, scale: str) -> 
         return []
     with tempfile.TemporaryDirectory(prefix="xformer-") as directory:
         with tarfile.open(fileobj=BytesIO(archive)) as files:
-            files.extractall(directory, filter="data")
+            recipes = [one for one in files if one.isfile() and one.name.endswith(".toml")]
+            files.extractall(directory, recipes, filter="data")
         try:
             claims, runs = _content(Path(directory) / path, scale)
-        except (BadInput, tomllib.TOMLDecodeError, LookupError, TypeError, AttributeError):
+        except (BadInput, OSError, ValueError, LookupError, TypeError, AttributeError):
             return []
     return [*claims, runs]
 

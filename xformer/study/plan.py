@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -411,6 +412,17 @@ class Plan:
         return f"{path}{pattern}" if given else place
 
 
+def _files(directory: Path) -> Iterator[Path]:
+    """The files in a directory and in those that it links to, relative to it. A directory that has
+    several names is entered once, so that links may go round in circles."""
+    seen = {directory.resolve()}
+    for folder, folders, names in os.walk(directory, followlinks=True):
+        inner = {name: Path(folder, name).resolve() for name in sorted(folders)}
+        folders[:] = [name for name, path in inner.items() if path not in seen]
+        seen |= set(inner.values())
+        yield from (Path(folder, name).relative_to(directory) for name in names)
+
+
 class Digests:
     """SHA-256 of files and directories, cached by path, size and modification time."""
 
@@ -426,7 +438,7 @@ class Digests:
         """That of a file's content, or of the names and contents of all files in a directory."""
         if path.is_file():
             return self._file(path)
-        names = sorted(p.relative_to(path) for p in path.rglob("*") if p.is_file())
+        names = sorted(name for name in _files(path) if (path / name).is_file())
         hashes = [f"{name}:{self._file(path / name)}" for name in names]
         return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 

@@ -166,6 +166,9 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     notes, shares = Notes(Forecast(plan)), Shares(results)
     again = read_json(directory / AGAIN) if (directory / AGAIN).exists() else {}
     every = verdicts(results)
+    if changed := len(again.keys() & results.plan.jobs.keys()):
+        note = f"; {changed} runs were made again, because their settings changed"
+        every = [replace(one, registered=one.registered + note) for one in every]
     records = claim_records(shares, every)
     sections = [*_headline(results), *_claims(study, every, records, shares)]
     if not study.shows():
