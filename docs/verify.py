@@ -343,19 +343,11 @@ def of_zip(path: Path, known: dict[tuple[str, ...], float]) -> list[str]:
 def read(
     of: Callable[..., list[str]], path: Path, known: dict[tuple[str, ...], float]
 ) -> list[str]:
-    """What `of` says of a file; or that the file is damaged."""
+    """What `of` says of a file, or a line that the file is damaged."""
     try:
         return of(path, known)
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        OSError,
-        EOFError,
-        LookupError,
-        ValueError,
-        TypeError,
-    ) as e:
-        return [say(DIFFERS, f"{path.name} is damaged: {e}")]
+    except DAMAGES as error:
+        return [say(DIFFERS, f"{path.name} is damaged: {error}")]
 
 
 def main(directory: Path) -> int:

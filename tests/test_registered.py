@@ -90,7 +90,7 @@ def test_the_commit_that_held_a_claim_first(file: Path) -> None:
     assert words(1_000_000_300).endswith(f"after the first result, in {third[:9]}")
     assert words(1_000_000_500) == f"{second[:9]} of 2001-09-09 01:50"
 
-    # a new level is no change of the runs if the claim names its own levels of that factor
+    # adding a level does not change the runs if the claim names its own levels of that factor
     text = file.read_text()
     file.write_text(text.replace("vary.rate.low", "vary.start.third = {}\nvary.rate.low"))
     commit(file, 1_000_000_600)
@@ -103,7 +103,7 @@ def test_the_commit_that_held_a_claim_first(file: Path) -> None:
         changed = commit(file, 1_000_000_700)
         assert words(1_000_000_500).endswith(f"after the first result, in {changed[:9]}")
 
-    # nor are the seeds of a planned extension, but other seeds are
+    # adding the seeds of a planned extension does not change them either; other seeds do
     for extension, ends in (("seeds 4 and 5", "02:01"), ("none", "in HEAD")):
         file.write_text(text.replace('extension = "none"', f'extension = "{extension}"'))
         commit(file, 1_000_000_900)

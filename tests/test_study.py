@@ -178,6 +178,8 @@ def test_a_report_says_why_runs_were_made_again(
     """The rate of half of the runs changes. The listing, the line before the runs and the report
     name the setting, and a later report still does."""
     monkeypatch.setattr(pool, "run_plan", lambda *_: {})
+    registration = 'registration = { seeds.seed = 2, unit = "a run", extension = "none" }'
+    changed(file, ("[scales.mini]", f"[scales.mini]\n{registration}"))
     report = tmp_path / "studies/letters-mini/report.html"
 
     def studied() -> tuple[str, str]:
@@ -200,7 +202,7 @@ def test_a_report_says_why_runs_were_made_again(
     assert "finetune seed=0 start=scratch rate=high  (key changed: optim.lr)\n" in listed
     assert "# finetune seed=0 start=scratch rate=high, key changed: optim.lr\n" in text
     assert "rate=low, key" not in text
-    assert "4 runs were made again, because their settings changed" in text
+    assert "not committed; runs that were made again because their key changed: 4 |" in text
     listed, text = studied()
     assert "key changed" not in listed
     assert "rate=high, key changed: optim.lr\n" in text
@@ -232,6 +234,12 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
         ('rows = "start"', 'rows = "begin"', "there is no 'begin'"),
         ("[50.0, 99.0]", "[50.0]", "'pretrained' has 1 numbers, but there are 2 columns"),
         ('than.start = "scratch"', 'than.start = "clean"', "there is no 'clean'"),
+        (
+            "[[claims]]",
+            '[[curves]]\nname = "table-main"\ntitle = "Loss"\nstage = "finetune"\n'
+            'panels = "rate"\nlines = "start"\n[[claims]]',
+            "two figures of the report are written to 'table-main.svg'",
+        ),
         (
             "vary.seed = [0, 1]",
             "vary.seed = [0]\nvary.speed.one = { optim.lr = 1.0 }",
@@ -1471,7 +1479,7 @@ def test_differences_deviations_means_summaries_and_curves(
 def test_rows_that_are_numbers_become_the_axis_of_a_tables_figure(
     file: Path, tmp_path: Path
 ) -> None:
-    """The figure is a file beside the report, which shows it. Two numbers are no axis."""
+    """The report shows the figure, which is a file of its own. Two numbers do not make an axis."""
     changed(
         file,
         ("vary.rate.low", "vary.rate.10"),

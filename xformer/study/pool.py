@@ -234,9 +234,6 @@ class Slurm:
 
     slots = 1000  # Slurm has a queue of its own
 
-    def choose(self, free: Sequence[int], processes: int) -> Sequence[int]:
-        return free[:processes]
-
     def __init__(self, directory: Path, options: dict[str, str | int], cluster: str = "slurm"):
         if cluster == "slurm" and shutil.which("sbatch") is None:
             raise BadInput("executor=slurm: there is no sbatch on this machine; use executor=local")
@@ -246,6 +243,9 @@ class Slurm:
             raise lacks("executor=slurm", "submitit", "slurm") from None
         self.executor = submitit.AutoExecutor(folder=directory / "slurm", cluster=cluster)
         self.executor.update_parameters(name="xformer", **options)
+
+    def choose(self, free: Sequence[int], processes: int) -> Sequence[int]:
+        return free[:processes]
 
     def start(self, job: Job, slots: Sequence[int]) -> SlurmHandle:
         command = ClusterCommand(line_of(job), log_of(job).absolute())

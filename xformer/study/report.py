@@ -166,8 +166,8 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     notes, shares = Notes(Forecast(plan)), Shares(results)
     again = read_json(directory / AGAIN) if (directory / AGAIN).exists() else {}
     every = verdicts(results)
-    if changed := len(again.keys() & results.plan.jobs.keys()):
-        note = f"; {changed} runs were made again, because their settings changed"
+    if study.registration and (changed := len(again.keys() & plan.jobs.keys())):
+        note = f"; runs that were made again because their key changed: {changed}"
         every = [replace(one, registered=one.registered + note) for one in every]
     records = claim_records(shares, every)
     sections = [*_headline(results), *_claims(study, every, records, shares)]
@@ -716,7 +716,7 @@ def table_figure(
                 axes.plot(places, means, color=f"C{number}", lw=1.2)
                 published = [math.nan if c.published is None else c.published for c in row]
                 axes.plot(places, published, "--", color=f"C{number}", lw=1.2)
-        if joined and numbers[0] > 0 and numbers[-1] > 20 * numbers[0]:
+        if joined and numbers[0] > 0 and numbers[-1] > 20 * numbers[0]:  # such as learning rates
             axes.set_xscale("log")
         axes.set_xticks(numbers, names)
         axes.minorticks_off()

@@ -582,6 +582,11 @@ def _bad_file_names(study: Study) -> Iterator[str]:
             if not is_safe_filename(name):
                 good = "give letters, digits, - and _"
                 yield f"{kind}: the name {name!r} is not a plain file name; {good}"
+    written = [f"{one.name}.svg" for one in (*study.curves, *study.pictures)]
+    written += [f"table-{table.name}.svg" for table in study.tables]
+    written += [f"claim-{number}.svg" for number, _ in enumerate(study.claims, start=1)]
+    if (twice := _twice(written)) and not any(map(_twice, names.values())):
+        yield f"two figures of the report are written to {twice!r}; give one another name"
     files = {f"stages.{name}: result": stage.result for name, stage in study.stages.items()}
     files |= {f"pictures: {picture.name}: file": picture.file for picture in study.pictures}
     for place, file in files.items():
