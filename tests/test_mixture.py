@@ -299,6 +299,8 @@ def test_what_does_not_fit_is_refused(
         ),
         (["mixture.weights=[0, 0]"], "mixture.weights: give at least one weight above 0"),
         (["mixture.weights=[1, -1]"], "mixture.weights.1=-1"),
+        (["mixture.weights=[1e308, 1]"], "mixture.weights.0=1e+308"),
+        (["mixture.temperature=1e-9"], "mixture.temperature=1e-09: give at least 0.1"),
         (["mixture.temperature=-1"], "mixture.temperature=-1"),
     ):
         refused(forks.run(*mixed(both, run, *settings_)), words)

@@ -303,7 +303,38 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
         [('data = "{made.task}"', 'data = "{made.letters}"')],
         ["head=classify needs a store of kind class, which ", "; made.letters is of kind text"],
     ),
+    # what is typed and is not there, or is not kept
+    (
+        [('init = "{stage.pretrain}"', 'init = "micro/englsh"')],
+        ["finetune seed=0", "micro/englsh does not exist", "did you mean micro/english?"],
+    ),
+    ([surgery('{ op = "transplant", source = "no/model" }')], ["no/model does not exist"]),
+    ([('data = "{made.letters}"', 'data = "no/store"')], ["pretrain: no/store is not a store"]),
+    (
+        [('init = "{stage.pretrain}"', 'init = "{stage.pretrain}/trajectory/step_3"')],
+        ["finetune seed=0", "pretrain keeps no weights at step 3 (train.keep_at=())"],
+    ),
+    (
+        [
+            ('init = "{stage.pretrain}"', 'init = "{stage.pretrain}/trajectory/step_3"'),
+            pretrain("train.keep_at = 'log:2'"),
+        ],
+        ["pretrain keeps no weights at step 3 (train.keep_at=log:2): add this step"],
+    ),
+    (
+        [
+            ('init = "{stage.pretrain}"', 'init = "{stage.pretrain}/trajectory/step_4"'),
+            pretrain("train.keep_at = 'log:2'"),
+        ],
+        [],
+    ),
     # splits
+    (
+        [('rows = "start"', 'rows = "start"\nminus = "wide"'), metric("f1")],
+        ["table main: wide will have no 'f1'"],
+    ),
+    ([metric("train+valid.accuracy")], ["split 'train+valid': train is the last training line"]),
+    ([("vary.seed = [0, 1]", "vary.seed = [0, 1, 1]")], ["vary.seed has the level '1' twice"]),
     (
         [('columns = "rate"\n', 'columns = "rate"\nsplit = "tset"\n')],
         ["table main: finetune seed=0", "no split 'tset'; it can have train, valid, "],
@@ -471,9 +502,10 @@ def imported(path: Path, family: str, **sizes: int) -> Path:
 
 
 def micro(path: Path) -> Path:
-    """An encoder of the micro family with the only file that planning reads, config.json."""
+    """An encoder of the micro family with the only files that planning looks at."""
     model = read_recipe(ROOT / "recipes/pretrain/micro.toml")["model"]
     path.mkdir()
+    write_json(path / "manifest.json", {})
     write_json(path / "config.json", {"model": {**model, "vocab_size": 8192}})
     return path
 

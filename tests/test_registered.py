@@ -16,6 +16,7 @@ from test_study import STUDY, data, finish, html_of, markdown_of, plan_of  # noq
 
 from xformer.data.errors import BadInput
 from xformer.study.claims import Verdict, detectable, origins, paired_test, verdicts
+from xformer.study.plan import Job
 from xformer.study.results import Results
 from xformer.study.spec import read_study
 
@@ -89,6 +90,13 @@ def test_the_commit_that_held_a_claim_first(file: Path) -> None:
     third = commit(file, 1_000_000_400)
     assert words(1_000_000_300).endswith(f"after the first result, in {third[:9]}")
     assert words(1_000_000_500) == f"{second[:9]} of 2001-09-09 01:50"
+
+    # neither does how often a run writes its checkpoints
+    text = file.read_text()
+    often = "settings.train.epochs = 1\nsettings.train.checkpoint_every = 7"
+    file.write_text(text.replace("settings.train.epochs = 1", often))
+    assert words(1_000_000_500) == f"{second[:9]} of 2001-09-09 01:50"
+    file.write_text(text)
 
     # adding a level does not change the runs if the claim names its own levels of that factor
     text = file.read_text()
@@ -177,6 +185,18 @@ def test_a_report_shows_margin_power_and_commit(file: Path, tmp_path: Path) -> N
     directory = plan.root / "letters-mini"
     directory.mkdir()
     assert f"{first[:9]} of 2001-09-09 01:46" in html_of(results, {}, directory)
+
+    # a pre-training may be older than the claim, but not a run of the table's stage
+    def registered_if_older(job: Job) -> str:
+        record = {"event": "end", "step": 1, "time": 900_000_000.0}
+        (job.path / "log.jsonl").write_text(json.dumps(record))
+        return verdicts(Results(plan))[0].registered
+
+    pretrain, finetune = plan.runs("pretrain")[0], plan.runs("finetune")[-1]
+    pretrain.path.mkdir(parents=True)
+    pretrain.proof.write_text(json.dumps({"metrics": {}, "seconds": 2.0}))
+    assert registered_if_older(pretrain) == verdict.registered
+    assert registered_if_older(finetune).startswith("exploratory: ")
 
 
 def test_a_claim_with_too_few_seeds_is_refused(file: Path) -> None:

@@ -107,10 +107,10 @@ class MixtureConfig(Settings):
     joined, and an epoch reads each row once. In a mixture, a small store may be read several times
     while a large one is read once."""
 
-    weights: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    weights: tuple[Annotated[float, Field(ge=0, le=1e9)], ...] = ()
     """The share of the rows that each store gives, in the order of `data`, such as [0.7, 0.3]. The
     weights are divided by their sum."""
-    final: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    final: tuple[Annotated[float, Field(ge=0, le=1e9)], ...] = ()
     """The weights at the end of the run. They change linearly from mixture.weights. The end is
     estimated if the run counts train.steps and batch.tokens. Such a run cannot be made longer.
     Empty: the weights stay."""
@@ -130,6 +130,10 @@ class MixtureConfig(Settings):
             raise ValueError(
                 f"mixture.weights={list(self.weights)} and mixture.temperature={self.temperature:g}"
                 " contradict each other; give one of them"
+            )
+        if 0 < self.temperature < 0.1:
+            raise ValueError(
+                f"mixture.temperature={self.temperature:g}: give at least 0.1, or 0 to turn it off"
             )
         if self.final and not self.weights:
             raise ValueError("mixture.final needs mixture.weights, with which the run begins")

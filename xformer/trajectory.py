@@ -151,7 +151,10 @@ def steps_of(keep_at: str | Sequence[int | str], timeline: Timeline) -> frozense
     """
     wanted = parse(keep_at)
     if isinstance(wanted, LogSpaced):
-        return _log(wanted.every, timeline)
+        length = timeline.length()
+        if wanted.every is not None and wanted.every > length:
+            raise BadInput(f"train.keep_at=log:{wanted.every}: {timeline.end(length)}")
+        return _log(wanted.every, length)
     for milestone in wanted:
         if milestone.unit == "word" and timeline.words is None:
             raise BadInput(
@@ -163,10 +166,18 @@ def steps_of(keep_at: str | Sequence[int | str], timeline: Timeline) -> frozense
     return _walked(wanted, timeline)
 
 
-def _log(every: int | None, timeline: Timeline) -> frozenset[int]:
-    length = timeline.length()
-    if every is not None and every > length:
-        raise BadInput(f"train.keep_at=log:{every}: {timeline.end(length)}")
+def steps_without_data(keep_at: str | Sequence[int | str], steps: int) -> frozenset[int] | None:
+    """The steps at which a run of `steps` steps keeps its weights; None if that depends on its
+    data, because tokens or words are counted, or because the run has epochs (`steps` is 0)."""
+    wanted = parse(keep_at)
+    if isinstance(wanted, LogSpaced):
+        return _log(wanted.every, steps) if steps else None
+    if any(milestone.unit != "step" for milestone in wanted):
+        return None
+    return frozenset(milestone.amount for milestone in wanted)
+
+
+def _log(every: int | None, length: int) -> frozenset[int]:
     gap = Fraction(length, PARTS) if every is None else Fraction(every)
     powers = [2**i for i in range(length.bit_length()) if 2**i < gap]
     return frozenset([0, *powers, *(ceil(i * gap) for i in range(1, int(length / gap) + 1))])

@@ -190,6 +190,8 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
     """Run what is not done, and write and print the report. Raises Failure if a job fails."""
     directory = _directory(plan)
     make_directory(directory, "output=")
+    if plan.kept is not None:
+        make_directory(plan.kept, "kept=")
     todo = to_do(plan.jobs.values(), plan.wanted, ledger.results)
     if again := reruns(todo.values(), directory):
         for why, number in Counter(again.values()).items():

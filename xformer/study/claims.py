@@ -3,9 +3,9 @@
 A claim is a paired t test over seeds. If it is registered, the report also names the commit that
 held it first: the oldest commit from which on the study file, with its bases, has held the same
 claim, the same registration and the same table to decide it. A claim that is not committed, or is
-younger than the first result, is exploratory. The settings of the runs (stages, what is made,
-levels, recipes) are looked up in the same way, since they too could be changed once results are
-known.
+younger than the first result of its table's stages, is exploratory. The settings of the runs
+(stages, what is made, levels, recipes) are looked up in the same way, since they too could be
+changed once results are known.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from scipy import stats
 from xformer.config import find_recipe, merge, read_recipe
 from xformer.data.errors import BadInput
 from xformer.monitor import records
-from xformer.study.plan import Plan
+from xformer.study.plan import INTERVALS, Plan
 from xformer.study.results import Results, half_width
 from xformer.study.spec import SEED, Claim, Levels, ScoreTable, Study, seeds_of
 from xformer.study.statistics import (
@@ -83,10 +83,10 @@ class Difference:
 
     def words(self, digits: int) -> str:
         """ "+4.2 ± 8.1"; of two pairs, which have no interval, "+4.2 (seeds: +3.1, +5.3)"."""
-        text = f"{self.mean:+.{digits}f}"
+        text = f"{self.mean:+z.{digits}f}"
         if self.half is not None:
             return f"{text} ± {self.half:.{digits}f}"
-        two = ", ".join(f"{one:+.{digits}f}" for one in self.each)
+        two = ", ".join(f"{one:+z.{digits}f}" for one in self.each)
         return f"{text} (seeds: {two})" if len(self.each) == 2 else text
 
     def needed(self, margin: float, tie: bool) -> int | None:
@@ -229,10 +229,11 @@ def verdicts(results: Results) -> list[Verdict]:
     every = _over_study(tested, _looks(study))
     if study.registration is None:
         return every
-    first = first_result(results.plan)
     of_claims, of_runs = origins(study.path, study.scale)
     return [
-        replace(verdict, registered=origin.words(first, of_runs))
+        replace(
+            verdict, registered=origin.words(first_result(results.plan, verdict.table), of_runs)
+        )
         for verdict, origin in zip(every, of_claims, strict=True)
     ]
 
@@ -392,12 +393,16 @@ def _power(study: Study, claim: Claim) -> str:
     )
 
 
-def first_result(plan: Plan) -> datetime | None:
-    """When the first of the study's runs ended, in UTC; None if none has. For a command it is the
-    time of its result's file."""
+def first_result(plan: Plan, table: ScoreTable) -> datetime | None:
+    """When the first run of a table's stages ended, in UTC; None if none has. For a command it is
+    the time of its result's file.
+
+    All levels of these stages count, also those that the table does not show. The stages that they
+    start from do not: a pre-training shared with an older study says nothing about the scores.
+    """
     ends = []
-    for job in plan.jobs.values():
-        if job.stage and job.done:
+    for job in (*plan.runs(table.stage), *plan.runs(table.minus)):
+        if job.done:
             has_log = (job.path / "log.jsonl").is_file()
             logged = [float(record["time"]) for record in records(job.path)] if has_log else []
             ends.append(max(logged, default=job.proof.stat().st_mtime))
@@ -422,7 +427,24 @@ def _content(path: Path, scale: str) -> tuple[list[dict[str, Any]], dict[str, An
     recipes = {name: read_recipe(find_recipe(name, path.parent)) for name in sorted(names)}
     settings = {part: values.get(part, {}) for part in ("stages", "made", "levels")}
     settings["needs"] = {name: one.get("path") for name, one in values.get("needs", {}).items()}
-    return claims, {**settings, "recipes": recipes}
+    return claims, _deciding({**settings, "recipes": recipes})
+
+
+def _deciding(settings: Any) -> Any:
+    """Settings without those that do not change a result, such as `train.log_every`."""
+    if isinstance(settings, list):
+        return [_deciding(one) for one in settings]
+    if not isinstance(settings, dict):
+        return settings
+    kept = {key: _deciding(value) for key, value in settings.items()}
+    for group, decides in (
+        ("train", lambda name: name not in INTERVALS),
+        ("system", lambda name: name in ("precision", "tf32")),
+    ):
+        if isinstance(inner := kept.pop(group, {}), dict):
+            inner = {name: value for name, value in inner.items() if decides(name)}
+        kept |= {group: inner} if inner else {}
+    return kept
 
 
 def _same_runs(now: dict[str, Any], then: dict[str, Any], claims: list[dict[str, Any]]) -> bool:

@@ -17,16 +17,16 @@ from statistics import median
 from typing import Any
 
 from xformer import checkpoint as checkpoints
-from xformer import cost
+from xformer import cost, trajectory
 from xformer.analysis.examples import check_length
 from xformer.config import all_keys, each, flat, nearest, parse_overrides, validate
 from xformer.convert import hf
 from xformer.data import mapping
 from xformer.data.batch import Workload
 from xformer.data.errors import BadInput
-from xformer.data.files import read_json, read_run_json
+from xformer.data.files import installed, read_json, read_run_json
 from xformer.data.joined import open_stores
-from xformer.data.store import ORDER
+from xformer.data.store import ORDER, no_store
 from xformer.data.tokenizers import META
 from xformer.evaluate import EvaluateConfig
 from xformer.model.config import ModelConfig
@@ -128,10 +128,17 @@ class Forecast:
     def at(self, path: str) -> Facts:
         """What lies at a path, or what a job will make there."""
         if path not in self._there:
-            job = self._by_path.get(path)
+            job = self._maker(path)
             facts = Facts(path, TokenizerFacts(path)) if job is None else self.made(job)
             self._there[path] = _read(Path(path), facts)
         return self._there[path]
+
+    def _maker(self, path: str) -> Job | None:
+        """The job that makes what lies at a path: a job's output, or a checkpoint of a run."""
+        if job := self._by_path.get(path):
+            return job
+        run = self._by_path.get(str(Path(path).parent.parent))
+        return run if run is not None and run.recipe is not None else None
 
     def made(self, job: Job) -> Facts:
         """What a job makes, by its recipe or command alone."""
@@ -288,7 +295,41 @@ class Forecast:
             case ("-m", "xformer.analysis", _, *settings):
                 self._check_analysis(settings)
 
+    def _check_inputs(self, job: Job, recipe: Recipe) -> None:
+        """Raise BadInput if a run reads a path where there is neither a store or a checkpoint nor a
+        job that makes it."""
+        absent = {str(path) for path in self.plan.absent.values()}  # of needs
+        for path in each(recipe.data):
+            here = self._maker(path) or path in absent or path.startswith("{need.")
+            if not here and not (installed(path) / "store.json").is_file():
+                raise no_store(Path(path))
+        sources = [op.arguments["source"] for op in recipe.surgery if op.op == "transplant"]
+        for path in filter(None, (recipe.init, *sources)):
+            if (run := self._maker(path)) is not None:
+                if run.recipe is not None and str(run.path) != path:
+                    self._check_kept(run, Path(path))
+            elif path not in absent and not path.startswith("{need."):
+                checkpoints.resolve(path)
+
+    def _check_kept(self, run: Job, path: Path) -> None:
+        """Raise BadInput if a run does not keep the checkpoint that another run starts from."""
+        recipe, step = self.recipe(run), path.name.removeprefix("step_")
+        if path.parent.name != "trajectory" or not step.isdigit():
+            return
+        steps = trajectory.steps_without_data(recipe.train.keep_at, recipe.train.steps)
+        if steps is not None and int(step) not in steps:
+            raise BadInput(
+                f"{run.name} keeps no weights at step {step} (train.keep_at="
+                f"{recipe.train.keep_at}): add this step"
+            )
+        if run.whole and not path.exists():
+            raise BadInput(
+                f"{run.name} is finished, but {path} does not exist: delete {run.path} to make "
+                "it again"
+            )
+
     def _check_training(self, job: Job, recipe: Recipe) -> None:
+        self._check_inputs(job, recipe)
         start, store = self.start(job), self.store(recipe.data)
         size = store.tokenizer.size
         if start is not None:

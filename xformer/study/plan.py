@@ -174,9 +174,11 @@ class Plan:
         return [job for job in every if (at or {}).items() <= job.levels.items()]
 
     def shown_in(self, table: ScoreTable) -> Iterator[tuple[Job, dict[str, Any], str]]:
-        """The runs of a table that have a recipe, with their recipes, and the metrics that it shows
+        """The runs of a table that have a recipe, with their recipes, and the metrics that it reads
         of each. What a command leaves in its result is not known."""
-        for job in self.runs(table.stage, table.where):
+        less = self.study.factors(table.minus) if table.minus else {}
+        where = {factor: level for factor, level in table.where.items() if factor in less}
+        for job in (*self.runs(table.stage, table.where), *self.runs(table.minus, where)):
             column = job.levels.get(table.columns)
             for metric in table.metrics if column is None else [table.metric_of(column)]:
                 if job.recipe is not None:

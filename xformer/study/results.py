@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import os
 import statistics
 import zipfile
 import zlib
@@ -60,6 +61,7 @@ OF_A_RUN = ("result.json", CONFIG, RUN_MANIFEST, "log.jsonl", "code.diff")
 AGAIN = "again.json"  # beside a report: why runs were made again, by key
 KEY = "key"  # the member that says which job it is
 WEIGHTS = "model.sha256"  # in the form of the command sha256sum
+ENDED = "ended.txt"  # when a command wrote its result, in seconds since 1970; a run has a log
 MOST = 2**28  # bytes that one file may unpack to
 BEGINNING = (1980, 1, 1, 0, 0, 0)  # timestamp of every member, so that equal content is equal bytes
 Metrics = dict[str, dict[str, float]]  # {split: {metric: score}}
@@ -547,6 +549,9 @@ class Ledger:
                     (directory / name).write_bytes(content)
                 if job.recipe is None:
                     (directory / UNPACKED).touch()
+                    proof = directory / job.proof.relative_to(job.path)
+                    if (ended := directory / ENDED).is_file():
+                        os.utime(proof, (float(ended.read_text()),) * 2)
 
     def keep(self, job: Job, again: bool) -> str:
         """Write the file of a finished job, unless there is one. Returns a line for a run that was
@@ -587,6 +592,8 @@ class Ledger:
         members = {path.relative_to(job.path).as_posix(): path.read_bytes() for path in files}
         if job.recipe is not None and (line := _checksum(job)):
             members[WEIGHTS] = line
+        if job.recipe is None:
+            members[ENDED] = f"{job.proof.stat().st_mtime:.0f}\n".encode()
         if CONFIG in members:
             self._forget_places(members)
         return {**members, KEY: f"{job.key}\n".encode()}

@@ -602,6 +602,8 @@ def _bad_stage(study: Study, name: str) -> Iterator[str]:
     for factor, levels in factors.items():
         if not levels and name in study.shown_stages():
             yield f"vary.{factor} has no level left"
+        if twice := _twice(map(str, stage.vary[factor])):
+            yield f"vary.{factor} has the level {twice!r} twice; give each level once"
         if factor in RESERVED:
             why = "give the factor another name: results.csv has a column of this one"
             yield f"vary.{factor}: {why}"
@@ -664,6 +666,12 @@ def _bad_table(study: Study, table: ScoreTable) -> Iterator[str]:
         for column in study.columns(table):
             if column not in table.metric:
                 yield f"metric.{column} must be given"
+    for splits in (table.split_of(metric).split("+") for metric in table.metrics):
+        if "train" in splits and len(splits) > 1:
+            yield (
+                f"split {'+'.join(splits)!r}: train is the last training line of the log, which "
+                "has no mean with other splits; show it in another table"
+            )
     if table.minus and table.best != "none":
         yield "a table of differences (minus) has no best; leave one of them out"
 
