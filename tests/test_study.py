@@ -1143,6 +1143,7 @@ file = "x.svg"
     (look,), (more,) = plan.runs("look"), plan.runs("more")
     look.path.mkdir(parents=True)
     look.proof.write_text('{"metrics": {}}')
+    os.utime(look.proof, (1_000_000_000,) * 2)
     for name in ("look.svg", "look-dark.svg", "large.h5"):
         (look.path / name).write_text("<svg/>")
     assert look.whole
@@ -1150,12 +1151,14 @@ file = "x.svg"
     shutil.rmtree(plan.root)
     Ledger(tmp_path / "kept", plan).unpack()
     assert sorted(path.name for path in look.path.iterdir() if path.name[0] != ".") == [
+        "ended.txt",
         "key",
         "look-dark.svg",
         "look.json",
         "look.svg",
     ]
     assert look.done
+    assert look.proof.stat().st_mtime == 1_000_000_000
     assert not look.whole
     assert look.key in to_do(plan.jobs.values(), [more.key])
     set_up(look)
