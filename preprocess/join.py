@@ -43,7 +43,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Join stores."""
     check_output_directory(arguments.output, arguments.overwrite, "store.json")
     opened = [open_stores(path) for path in arguments.stores]
-    stores = in_order([part for store in opened for part in store.parts])
+    alone = iter(in_order([store for store in opened if len(store.parts) == 1]))
+    # what was joined before stays together
+    listed = [store.parts if len(store.parts) > 1 else [next(alone)] for store in opened]
+    stores = [part for parts in listed for part in parts]
     if arguments.output.resolve() in [store.path.resolve() for store in (*opened, *stores)]:
         raise BadInput(f"--output {arguments.output} is one of the stores; give another")
     joined = open_stores([store.path for store in stores])
@@ -62,8 +65,8 @@ def run(arguments: argparse.Namespace) -> None:
         joined.tokenizer().save(directory)
         write_json(directory / "store.json", meta)
         write_sums(directory)
-    listed = "; ".join(f"{s.name} {s.rows:,} rows, {s.tokens:,} tokens" for s in splits)
-    say(f"{arguments.output}: {len(stores)} stores; {listed}")
+    sizes = "; ".join(f"{s.name} {s.rows:,} rows, {s.tokens:,} tokens" for s in splits)
+    say(f"{arguments.output}: {len(stores)} stores; {sizes}")
 
 
 def relative(path: Path, start: Path) -> str:
@@ -82,11 +85,17 @@ def in_order(stores: Sequence[Store]) -> list[Store]:
     if not any(records):
         return list(stores)
     numbered: dict[int, Store] = {}
+    first, record_of_first = next(pair for pair in zip(stores, records, strict=True) if pair[1])
     for store, record in zip(stores, records, strict=True):
-        if record is None or record["input"] != (records[0] or record)["input"]:
+        if record is None:
             raise BadInput(
-                f"{stores[0].name} and {store.name} are not parts of one store: they were made "
-                "with other input files, options or --part"
+                f"{first.name} was made with --part, {store.name} was not: join the parts alone, "
+                'or read both in training with data=["A", "B"]'
+            )
+        if record["input"] != record_of_first["input"]:
+            raise BadInput(
+                f"{first.name} and {store.name} are not parts of one store: they were made with "
+                "other input files, options or --part"
             )
         other = numbered.setdefault(record["number"], store)
         if other is not store:

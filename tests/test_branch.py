@@ -157,7 +157,10 @@ def test_what_is_no_branch_is_refused(
     asks("train.steps=30", f"{decayed} {runs['long']} when it had train.steps=20", step=20)
     epochs = ["train.steps=0", "train.epochs=1"]
     asks(*epochs, "that run counts train.steps, but this one train.epochs")
-    asks("train.branch_from=nowhere", "=nowhere is not a checkpoint with the state")
+    asks("train.branch_from=nowhere", "=nowhere does not exist")
+    absent = runs["long"] / "checkpoints/step_9999"
+    asks(f"train.branch_from={absent}", f"{absent} does not exist; that run has the steps 4, 8")
+    asks(f"train.branch_from={runs['long']}", "is not a checkpoint with the state")
     copy = tmp_path / "long"
     shutil.copytree(runs["long"], copy)
     changed = read_json(copy / "config.json")

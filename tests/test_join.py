@@ -252,7 +252,8 @@ def test_only_all_parts_of_one_store_are_joined(
     for stores, words in (
         (parts[:2], "of the 3 parts, these are missing: 3"),
         (parts[1:2], "of the 3 parts, these are missing: 1, 3"),
-        ([*parts, whole], f"{parts[0]} and {whole} are not parts of one store"),
+        ([*parts, whole], f"{parts[0]} was made with --part, {whole} was not: join the parts"),
+        ([whole, *parts], f"{parts[0]} was made with --part, {whole} was not: join the parts"),
         ([*parts, parts[0]], "are the same part"),
         ([whole, data.text], "cannot be read as one: they differ in columns"),
         ([whole, data.classes], "they differ in kind"),
@@ -269,6 +270,9 @@ def test_only_all_parts_of_one_store_are_joined(
     good(forks.run(*other, "--documents", "--max-tokens", "8", "--part", "2/3"))
     mixed = [parts[0], tmp_path / "other", parts[2]]
     refused(forks.run("preprocess.py", "join", *mixed, *out), "not parts of one store")
+    # a joined store counts as one, so it can be joined with a store that is no part
+    four: Line = ["join", made[2], whole, "--output", tmp_path / "four"]
+    assert "four: 4 stores; " in good(forks.run("preprocess.py", *four)).out
     twice = training(SMOKE, json.dumps([str(made[2]), str(parts[1])]), tmp_path / "run")
     refused(forks.run(*twice), f"{parts[1]} and {parts[1]} hold the same rows")
     for option in ("0/3", "4/3", "3", "a/b"):

@@ -235,7 +235,8 @@ def test_the_mapping_of_training_is_used(learned: dict[str, Path]) -> None:
         ('{"sentence_good": "a"}\n', "line 1: not JSON with two texts"),
         (as_line("a b", " "), "line 1: not JSON with two texts"),
         (as_line("a", "b") + "[1]\n", "line 2: not JSON with two texts"),
-        (as_line("a", "b" * 3).encode() + b"\xff", "cannot be read"),
+        (as_line("a", "b" * 3).encode() + b"\xff", "is not text in UTF-8"),
+        ('{"sentence_good": "a", "sentence_bad": "b", "UID": null}\n', "line 1: UID and"),
     ],
 )
 def test_bad_files(content: str | bytes, words: str, tmp_path: Path) -> None:
@@ -246,6 +247,25 @@ def test_bad_files(content: str | bytes, words: str, tmp_path: Path) -> None:
             read_pairs(path)
     with pytest.raises(BadInput, match="does not exist"):
         read_pairs(tmp_path / "none.zip")
+
+
+def test_a_damaged_archive_costs_one_line(archive: Path, tmp_path: Path) -> None:
+    """Half of it is there, as after a broken download, or some bytes of the texts have changed."""
+    path = tmp_path / "BLiMP.zip"
+    for number, method in enumerate((zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA)):
+        other = tmp_path / f"{number}.zip"
+        with zipfile.ZipFile(archive) as old, zipfile.ZipFile(other, "w", method) as new:
+            for name in old.namelist():
+                new.writestr(name, old.read(name))
+        whole = other.read_bytes()
+        middle = len(whole) // 3
+        for damaged in (
+            whole[: len(whole) // 2],
+            whole[:middle] + b"\xff" * 40 + whole[middle + 40 :],
+        ):
+            path.write_bytes(damaged)
+            with pytest.raises(BadInput, match=r"BLiMP\.zip is a damaged, incomplete or encrypted"):
+                read_pairs(path)
 
 
 def test_an_unpacked_archive_is_read_like_the_archive(archive: Path, tmp_path: Path) -> None:

@@ -264,7 +264,10 @@ def test_a_mixture_can_be_made_longer_if_its_weights_stay(
     changing = [*constant, "mixture.final=[1, 9]"]
     good(forks.run(*mixed(both, run, *changing, "train.steps=5")))
     line = mixed(both, run, *changing, "train.steps=9")
-    refused(forks.run(*line), "made with other settings: mixture.samples=40 is now 72")
+    refused(
+        forks.run(*line),
+        "it was to end after 40 rows, and now after 72; a run with mixture.final cannot",
+    )
 
 
 def test_without_a_mixture_the_rows_are_joined_as_before(

@@ -287,6 +287,7 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
     ([], []),  # without a change everything fits
     # the model that another stage makes
     ([finetune("batch.max_tokens = 129")], ["batch.max_tokens=129: the model takes 128 at most"]),
+    ([finetune("probe.layer = 2")], ["probe.layer=2: the model has 1 layer; give 0 (the"]),
     ([finetune("model.layers = 2")], ["model.layers=2: the checkpoint given as init has 1"]),
     ([finetune("model.hidden = 32")], ["model.hidden=32 is not a multiple of model.heads=12"]),
     ([pretrain("batch.tokens = 32")], ["batch.tokens=32 is below batch.max_tokens="]),

@@ -125,7 +125,10 @@ def test_wrong_probes_cost_one_line(
         return forks.run(*training(CLASSIFY, store, tmp_path / "run", *more))
 
     english = f"init={learned['text']}"
-    refused(run(data.classes, english, "probe.layer=5"), "probe.layer=5: the model has 2 layers")
+    refused(
+        run(data.classes, english, "probe.layer=5"),
+        "the model has 2 layers; give 0 (the embeddings) to 2",
+    )
     refused(
         run(data.classes, english, "probe.layer=1", 'train.only=["layers.0"]'),
         "probe.layer=1 trains only the head, but train.only=['layers.0']",

@@ -62,6 +62,8 @@ def test_weight_decay_and_betas_follow_the_optimizer(
         (["wsd", "optim.decay=0.5"], "of 2 steps: decay in the last 1\n"),
         (["wsd", "optim.decay=2"], "of 2 steps: decay in the last 2\n"),
         (["linear", "optim.warmup=0.5"], "of 2 steps: warm-up in the first 1\n"),
+        (["linear", "optim.warmup=3"], "the warm-up is longer than the run, so the rate"),
+        (["wsd", "optim.decay=3"], "warm-up and decay are longer than the run, so the rate"),
     ],
 )
 def test_the_lengths_of_the_schedule_are_told_in_steps(

@@ -13,6 +13,7 @@ from pathlib import Path
 from xformer import checkpoint as checkpoints
 from xformer.config import validate
 from xformer.data.errors import BadInput
+from xformer.data.files import near
 from xformer.monitor import Monitor
 from xformer.prepare import Setup, identity_of, stable_phase
 from xformer.recipe import Recipe
@@ -35,6 +36,11 @@ def check_branch(setup: Setup) -> None:
     path = Path(recipe.train.branch_from)
     run = path.absolute().parent.parent
     if not (path / "state.json").is_file() or not is_run(run / "config.json"):
+        if not path.exists():
+            names = [place.name.removeprefix("step_") for place in path.parent.glob("step_*")]
+            kept = ", ".join(sorted(filter(str.isdigit, names), key=int))
+            hint = f"; that run has the steps {kept}" if kept else near(path)
+            raise BadInput(f"{given} does not exist{hint}")
         raise BadInput(
             f"{given} is not a checkpoint with the state of a run: give "
             "RUN/checkpoints/step_N, which train.keep_every keeps"

@@ -176,8 +176,12 @@ def check_head(config: ModelConfig, task: Task | type[Task]) -> None:
     a probe reads."""
     layer = task.head.layer if isinstance(task, Task) else None
     if layer is not None and (config.architecture != "transformer" or layer > config.layers):
-        has = f"{config.layers} layers" if config.architecture == "transformer" else "no layers"
-        raise BadInput(f"probe.layer={layer}: the model has {has}")
+        if config.architecture != "transformer":
+            raise BadInput(f"probe.layer={layer}: the model has no layers")
+        raise BadInput(
+            f"probe.layer={layer}: the model has {config.layers} layer{'s' * (config.layers > 1)}; "
+            f"give 0 (the embeddings) to {config.layers}"
+        )
     if config.architecture == "hilbert_cnn" and not task.reads_pooled:
         raise BadInput(
             f"head={task.name}: model.architecture=hilbert_cnn predicts only classes and scores; "

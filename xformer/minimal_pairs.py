@@ -19,7 +19,9 @@ S sentences, L tokens of a sentence without special tokens, N masked copies in a
 from __future__ import annotations
 
 import json
+import lzma
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -167,17 +169,37 @@ def _files(path: Path) -> Iterator[tuple[str, str]]:
                 )
             for file in sorted(below):
                 yield str(file), file.read_text(encoding="utf-8-sig")
-        elif zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                inside = [name for name in archive.namelist() if name.endswith(".jsonl")]
-                for name in sorted(name for name in inside if not name.startswith("__MACOSX")):
-                    yield f"{path}/{name}", archive.read(name).decode("utf-8-sig")
+        elif path.suffix == ".zip" or zipfile.is_zipfile(path):
+            yield from _unpacked(path)
         else:
             yield str(path), path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise BadInput(f"{path} does not exist") from None
-    except (UnicodeDecodeError, zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
-        raise BadInput(f"{path} cannot be read: {error}") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not text in UTF-8 ({error.reason})") from None
+
+
+def _unpacked(path: Path) -> Iterator[tuple[str, str]]:
+    """The name and the content of each file of pairs in a zip archive, sorted by name."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            inside = [name for name in archive.namelist() if name.endswith(".jsonl")]
+            for name in sorted(name for name in inside if not name.startswith("__MACOSX")):
+                yield f"{path}/{name}", archive.read(name).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        lzma.LZMAError,
+        EOFError,
+        ValueError,
+        RuntimeError,
+        NotImplementedError,
+    ):
+        raise BadInput(
+            f"{path} is a damaged, incomplete or encrypted zip archive; get it again"
+        ) from None
 
 
 def _pair(line: str, paradigm: str, where: str) -> Pair:
@@ -189,8 +211,10 @@ def _pair(line: str, paradigm: str, where: str) -> Pair:
         good = bad = None
     if not (isinstance(good, str) and isinstance(bad, str) and good.strip() and bad.strip()):
         raise BadInput(f"{where}: not JSON with two texts, sentence_good and sentence_bad")
-    paradigm = str(value.get("UID", paradigm))
-    phenomenon = str(value.get("linguistics_term", paradigm))
+    paradigm = value.get("UID", paradigm)
+    phenomenon = value.get("linguistics_term", paradigm)
+    if not (isinstance(paradigm, str) and isinstance(phenomenon, str)):
+        raise BadInput(f"{where}: UID and linguistics_term must be texts")
     return Pair(good, bad, paradigm, RENAMED.get(phenomenon, phenomenon))
 
 
@@ -330,8 +354,10 @@ def _check_lengths(
     if not lengths.min():
         raise BadInput(f"the sentence {texts[int(lengths.argmin())]!r} has no tokens")
     if lengths[longest] + 2 > most:
+        text = texts[longest]
+        shown = text if len(text) <= 80 else f"{text[:77]}..."
         raise BadInput(
-            f"the sentence {texts[longest]!r} has {lengths[longest] + 2} tokens, special tokens "
+            f"the sentence {shown!r} has {lengths[longest] + 2} tokens, special tokens "
             f"included, but the model takes {most}; leave it out"
         )
 

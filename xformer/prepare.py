@@ -419,7 +419,7 @@ def check_model(recipe: Recipe, config: ModelConfig) -> None:
             f"batch.tokens={batch.tokens} is below batch.max_tokens={batch.max_tokens}, the length "
             "of one row; raise batch.tokens or lower batch.max_tokens"
         )
-    checkpoints.check_head(config, TASKS[recipe.head])
+    checkpoints.check_head(config, TASKS[recipe.head](Head(recipe.head, layer=recipe.probe.layer)))
 
 
 def check_data(recipe: Recipe, kind: str, splits: Collection[str], store: object) -> None:
@@ -563,14 +563,19 @@ def stable_phase(setup: Setup) -> tuple[float, float]:
 
 def schedule_notes(setup: Setup) -> list[str]:
     """A line that gives the lengths of the warm-up and of the decay in steps, if there are any:
-    `optim.decay=0.2` is a share of the run, and `optim.decay=2` is two steps."""
+    `optim.decay=0.2` is a share of the run, and `optim.decay=2` is two steps. If they do not fit
+    into the run, another line says so."""
     recipe, length = setup.recipe, setup.progress(0, 0)[1]
     unit = 1 if recipe.train.steps else rows_per_step(recipe, setup.train, setup.samples)
     warmup, decay = (part / unit for part in _lengths(setup, length))
     parts = [f"warm-up in the first {warmup:,.0f}"] if warmup else []
     if recipe.optim.schedule == "wsd":
         parts.append(f"decay in the last {decay:,.0f}")
-    return [f"of {planned_steps(setup):,} steps: {', '.join(parts)}"] if parts else []
+    notes = [f"of {planned_steps(setup):,} steps: {', '.join(parts)}"] if parts else []
+    both = "warm-up and decay are" if recipe.optim.schedule == "wsd" else "the warm-up is"
+    if warmup + decay * (recipe.optim.schedule == "wsd") > length / unit * (1 + 1e-9):
+        notes.append(f"{both} longer than the run, so the rate does not reach its peak")
+    return notes
 
 
 def warmup_share(setup: Setup, length: int) -> float:

@@ -278,6 +278,11 @@ class TrainConfig(Settings):
             )
         return value
 
+    @field_validator("branch_from")
+    @classmethod
+    def _named(cls, value: str | None) -> str | None:
+        return value or None
+
     @field_validator("keep_at", mode="before")
     @classmethod
     def _marks(cls, value: Any) -> Any:

@@ -62,6 +62,8 @@ FREE = {
 }
 
 HASHED = ("data", "init", "surgery")  # settings whose content, not their path, is compared
+# the number of samples in a run, with the setting that makes it decide
+SAMPLES = {"mixture.samples": "mixture.final", "masking.samples": "masking.final"}
 LISTED = 6  # how many changed settings a message names
 
 # Values for the next line of the log, summed since the last line and over all ranks. "norm" is the
@@ -367,6 +369,8 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
 def changes(pairs: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> str:
     """What has changed, in words: the first of some pairs of `differences`. The configs of the two
     runs have the paths whose content the identities hold as hashes."""
+    if others := {name: pair for name, pair in pairs.items() if name not in SAMPLES}:
+        pairs = others  # the number of samples follows from these
     clauses = []
     for name, (before, now) in [*pairs.items()][:LISTED]:
         if name in HASHED:
@@ -379,6 +383,11 @@ def changes(pairs: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> 
 
 def _change(name: str, before: Any, now: Any) -> str:
     """A clause about a setting that has changed."""
+    if name in SAMPLES:
+        return (
+            f"it was to end after {before:,} rows, and now after {now:,}; a run with "
+            f"{SAMPLES[name]} cannot be made longer"
+        )
     if name in HASHED:
         return f"{name}={before} is now {now}"
     if name == "train.steps" and not before:

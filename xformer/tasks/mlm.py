@@ -152,8 +152,8 @@ class MLM(Task):
         count = int(masked.sum())
         if count == 0:
             raise BadInput(
-                f"the split {predictions.split!r} has no token that can be masked; give another "
-                "split=, or, for training, another store"
+                f"in the split {predictions.split!r} no token was masked; give a higher "
+                "masking.probability, another split=, or, for training, another store"
             )
         mean = float(loss.astype(np.float64).sum()) / count
         return {
