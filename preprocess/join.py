@@ -85,14 +85,14 @@ def in_order(stores: Sequence[Store]) -> list[Store]:
     if not any(records):
         return list(stores)
     numbered: dict[int, Store] = {}
-    first, record_of_first = next(pair for pair in zip(stores, records, strict=True) if pair[1])
+    first, its_input = next((s, r["input"]) for s, r in zip(stores, records, strict=True) if r)
     for store, record in zip(stores, records, strict=True):
         if record is None:
             raise BadInput(
                 f"{first.name} was made with --part, {store.name} was not: join the parts alone, "
                 'or read both in training with data=["A", "B"]'
             )
-        if record["input"] != record_of_first["input"]:
+        if record["input"] != its_input:
             raise BadInput(
                 f"{first.name} and {store.name} are not parts of one store: they were made with "
                 "other input files, options or --part"
