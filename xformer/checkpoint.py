@@ -175,9 +175,9 @@ def check_head(config: ModelConfig, task: Task | type[Task]) -> None:
     """Raise BadInput if the architecture does not support the task's head, or lacks the layer that
     a probe reads."""
     layer = task.head.layer if isinstance(task, Task) else None
-    if layer is not None and (config.architecture != "transformer" or layer > config.layers):
-        if config.architecture != "transformer":
-            raise BadInput(f"probe.layer={layer}: the model has no layers")
+    if layer is not None and config.architecture != "transformer":
+        raise BadInput(f"probe.layer={layer}: a {config.architecture} has no layers to probe")
+    if layer is not None and layer > config.layers:
         raise BadInput(
             f"probe.layer={layer}: the model has {config.layers} layer{'s' * (config.layers > 1)}; "
             f"give 0 (the embeddings) to {config.layers}"

@@ -186,17 +186,7 @@ def _unpacked(path: Path) -> Iterator[tuple[str, str]]:
             inside = [name for name in archive.namelist() if name.endswith(".jsonl")]
             for name in sorted(name for name in inside if not name.startswith("__MACOSX")):
                 yield f"{path}/{name}", archive.read(name).decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        lzma.LZMAError,
-        EOFError,
-        ValueError,
-        RuntimeError,
-        NotImplementedError,
-    ):
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError):
         raise BadInput(
             f"{path} is a damaged, incomplete or encrypted zip archive; get it again"
         ) from None

@@ -437,13 +437,14 @@ def _deciding(settings: Any) -> Any:
     if not isinstance(settings, dict):
         return settings
     kept = {key: _deciding(value) for key, value in settings.items()}
-    for group, decides in (
-        ("train", lambda name: name not in INTERVALS),
-        ("system", lambda name: name in ("precision", "tf32")),
-    ):
-        if isinstance(inner := kept.pop(group, {}), dict):
-            inner = {name: value for name, value in inner.items() if decides(name)}
-        kept |= {group: inner} if inner else {}
+    for group in ("train", "system"):
+        if isinstance(values := kept.get(group), dict):
+            decide = [k for k in values if k not in INTERVALS]
+            if group == "system":
+                decide = [k for k in values if k in ("precision", "tf32")]
+            kept[group] = {k: values[k] for k in decide}
+            if not decide:
+                del kept[group]
     return kept
 
 

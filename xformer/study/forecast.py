@@ -296,20 +296,25 @@ class Forecast:
                 self._check_analysis(settings)
 
     def _check_inputs(self, job: Job, recipe: Recipe) -> None:
-        """Raise BadInput if a run reads a path where there is neither a store or a checkpoint nor a
-        job that makes it."""
-        absent = {str(path) for path in self.plan.absent.values()}  # of needs
-        for path in each(recipe.data):
-            here = self._maker(path) or path in absent or path.startswith("{need.")
-            if not here and not (installed(path) / "store.json").is_file():
+        """Raise BadInput if a run reads a store or a checkpoint that is not there, and that is
+        neither made by a job nor part of a missing need."""
+        given = [self.plan.paths[name] for name in job.missing]
+        missing = [installed(path) for path in given if path]
+
+        def must_exist(path: str) -> bool:
+            below = any(Path(path).is_relative_to(need) for need in missing)
+            return self._maker(path) is None and not below and not path.startswith("{need.")
+
+        for path in filter(must_exist, each(recipe.data)):
+            if not (installed(path) / "store.json").is_file():
                 raise no_store(Path(path))
         sources = [op.arguments["source"] for op in recipe.surgery if op.op == "transplant"]
         for path in filter(None, (recipe.init, *sources)):
-            if (run := self._maker(path)) is not None:
-                if run.recipe is not None and str(run.path) != path:
-                    self._check_kept(run, Path(path))
-            elif path not in absent and not path.startswith("{need."):
+            maker = self._maker(path)
+            if must_exist(path):
                 checkpoints.resolve(path)
+            elif maker is not None and maker.recipe is not None and str(maker.path) != path:
+                self._check_kept(maker, Path(path))
 
     def _check_kept(self, run: Job, path: Path) -> None:
         """Raise BadInput if a run does not keep the checkpoint that another run starts from."""

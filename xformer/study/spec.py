@@ -669,8 +669,8 @@ def _bad_table(study: Study, table: ScoreTable) -> Iterator[str]:
     for splits in (table.split_of(metric).split("+") for metric in table.metrics):
         if "train" in splits and len(splits) > 1:
             yield (
-                f"split {'+'.join(splits)!r}: train is the last training line of the log, which "
-                "has no mean with other splits; show it in another table"
+                f"split {'+'.join(splits)!r}: train is the last training line of the log and "
+                "cannot be averaged with a split; give it a table of its own"
             )
     if table.minus and table.best != "none":
         yield "a table of differences (minus) has no best; leave one of them out"
