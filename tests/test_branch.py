@@ -11,8 +11,10 @@ from helpers import SMOKE, Forks, good, refused, training
 from test_train import AT_STEP, content, log, timeless
 from toys import Toys
 
+from xformer.config import validate
 from xformer.data.files import read_json, write_json
 from xformer.optim import OptimConfig, learning_rate
+from xformer.recipe import Recipe
 from xformer.rows import batches_of
 from xformer.run import SINCE_LOG, State
 
@@ -120,6 +122,11 @@ def test_a_branch_without_checkpoints_verifies_its_source_again(
     shutil.copytree(runs["long"], copy, dirs_exist_ok=True)
     assert f"branching from {source} at step 8" in good(forks.run(*line)).err
     assert content(run)["step_12"] == content(runs["short"])["step_12"]
+
+
+def test_an_empty_path_is_no_branch() -> None:
+    recipe = {"data": "-", "run": "-", "head": "mlm", "train": {"branch_from": ""}}
+    assert validate(Recipe, recipe).train.branch_from is None
 
 
 def damage(*files: Path) -> None:
