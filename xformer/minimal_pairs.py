@@ -381,7 +381,7 @@ def pseudo_log_likelihoods(
     mine = parts[ranks.rank :: ranks.world_size]
     masked = sum(len(copies) for _, _, copies in mine)
     with Progress("scoring pairs", masked, "masked tokens", active=ranks.rank == 0) as progress:
-        for begin, batch in made_ahead(batches, mine, ranks.device):
+        for begin, batch in made_ahead(map(batches, mine), ranks.device):
             part = _log_probabilities(model, batch, ranks, precision)
             log_probabilities[begin : begin + len(part)] = part.double()
             progress.advance(len(part))

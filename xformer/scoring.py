@@ -75,7 +75,7 @@ def outputs_of(
     mine, begun, tokens = parts[ranks.rank :: ranks.world_size], time.monotonic(), 0
     total, unit = sum(map(len, mine)), "rows" if split.together == 1 else "questions"
     with Progress(f"scoring {split.name}", total, unit, active=ranks.rank == 0) as progress:
-        for host, batch in made_ahead(batches, mine, ranks.device):
+        for host, batch in made_ahead(map(batches, mine), ranks.device):
             with ranks.autocast(precision), not_compiled():
                 places, values = task.evaluate(model, batch, host, assembler)
             outputs[tensor_on(places, ranks.device)] = values.float()

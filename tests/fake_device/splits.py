@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -154,9 +154,9 @@ def counted(task: Task) -> Iterator[list[int]]:
         yield ahead
 
 
-def one_by_one(make: Callable[[Any], Any], items: Iterable[Any], device: object) -> Iterator[Any]:
+def one_by_one(items: Iterator[Any], device: object) -> Iterator[Any]:
     """Batches that are made when they are needed."""
-    return map(make, items)
+    return items
 
 
 def any_device(device: object) -> ThreadPoolExecutor:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from typing import TypeVar
@@ -29,7 +28,6 @@ ONE_SHAPE = 2**13
 LOOKED_AT = 512  # the sizes of this many micro-batches decide the shapes
 STEPS_AHEAD = 512  # at most this many steps are made at once; each needs 3 KiB beside its tokens
 Item = TypeVar("Item")
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -52,18 +50,13 @@ def one_thread(device: torch.device) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,))
 
 
-def made_ahead(
-    make: Callable[[Item], Made], items: Iterable[Item], device: torch.device
-) -> Iterator[Made]:
-    """make(item) of each item in order. A thread makes the next one while the caller computes."""
+def made_ahead(items: Iterator[Item], device: torch.device) -> Iterator[Item]:
+    """The items in order. A thread makes the next one while the caller computes."""
     with one_thread(device) as pool:
-        ahead: deque[Future[Made]] = deque()
-        for item in items:
-            ahead.append(pool.submit(make, item))
-            if len(ahead) > 1:
-                yield ahead.popleft().result()
-        if ahead:
-            yield ahead.popleft().result()
+        ahead = pool.submit(next, items, None)
+        while (item := ahead.result()) is not None:
+            ahead = pool.submit(next, items, None)
+            yield item
 
 
 class Feed:
@@ -101,28 +94,23 @@ class Feed:
 
         A thread makes the next step while the caller computes.
         """
-        with one_thread(self.ranks.device) as pool:
-            ahead = pool.submit(self._on_device, position)
-            while position < self.stream.end:
-                step, packed, copied = ahead.result()
-                position = step.end
-                if position < self.stream.end:
-                    ahead = pool.submit(self._on_device, position)
-                if copied is not None:
-                    _hand_over(packed, copied)
-                yield step, packed
+        for step, packed, copied in made_ahead(self._on_device(position), self.ranks.device):
+            if copied is not None:
+                _hand_over(packed, copied)
+            yield step, packed
 
     def _on_device(
         self, position: int
-    ) -> tuple[Step, list[Batch[Tensor]], torch.cuda.Event | None]:
-        """The step, its micro-batches on the device, and on CUDA the event after the copies. Copies
-        have their own stream, so that they need not wait for computations."""
-        step, device = self.take(position), self.ranks.device
-        if self.side is None:
-            return step, [to_device(batch, device) for batch in step.batches], None
-        with torch.cuda.stream(self.side):
-            packed = [to_device(batch, device) for batch in step.batches]
-            return step, packed, self.side.record_event()
+    ) -> Iterator[tuple[Step, list[Batch[Tensor]], torch.cuda.Event | None]]:
+        """Each step, its micro-batches on the device, and on CUDA the event after the copies.
+        Copies have their own stream, so that they need not wait for computations."""
+        while position < self.stream.end:
+            step = self.take(position)
+            with torch.cuda.stream(self.side):  # on the CPU this does nothing
+                packed = [to_device(batch, self.ranks.device) for batch in step.batches]
+                copied = None if self.side is None else self.side.record_event()
+            yield step, packed, copied
+            position = step.end
 
     def _make(self, position: int) -> dict[int, Step]:
         """The step at `position` and as many more as TOKENS_AHEAD tokens allow, by position."""
