@@ -530,8 +530,7 @@ def training_tokens(setup: Setup) -> int:
         return split.tokens
     examples, _ = setup.samples.at(np.arange(setup.samples.per_epoch))
     rows = rows_of(examples, split.together)
-    texts = [split.columns[name] for name in ("tokens", "tokens_b") if name in split.columns]
-    return int(sum(column.lengths(rows).sum() for column in texts))
+    return int((setup.train.whole_sizes(rows) - setup.train.extra).sum())
 
 
 def rates(setup: Setup, length: int) -> Callable[[int, int], float]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from xformer.data import masking
 from xformer.data.errors import BadInput
-from xformer.data.store import Ragged, Split
+from xformer.data.store import TEXTS, Ragged, Split
 from xformer.data.tokenizers import Tokenizer
 
 CHUNK = 8192  # tokens in a forward pass that needs no gradient
@@ -183,22 +183,16 @@ class Assembler:
             return np.minimum(a, budget), np.zeros_like(a)
         return truncate(a, columns["tokens_b"].lengths(rows), budget)
 
-    def _untruncated_sizes(self) -> np.ndarray:
-        """Lengths of the first SAMPLED rows before truncation, special tokens included."""
-        rows = np.arange(min(self.split.rows, SAMPLED))
-        columns = [self.split.columns.get(name) for name in ("tokens", "tokens_b")]
-        texts = [column.lengths(rows) for column in columns if column is not None]
-        return np.sum(texts, 0) + self.extra
+    def whole_sizes(self, rows: np.ndarray) -> np.ndarray:
+        """Length of each row before truncation, special tokens included, (N,)."""
+        columns = [self.split.columns[name] for name in TEXTS if name in self.split.columns]
+        return np.sum([column.lengths(rows) for column in columns], 0) + self.extra
 
     def longest(self) -> int:
         """Length of the split's longest row before truncation, special tokens included."""
-        names = [name for name in ("tokens", "tokens_b") if name in self.split.columns]
-        most = 0
-        for start in range(0, self.split.rows, WINDOW):
-            rows = np.arange(start, min(start + WINDOW, self.split.rows))
-            texts = [self.split.columns[name].lengths(rows) for name in names]
-            most = max(most, int(np.sum(texts, 0).max()))
-        return most + self.extra
+        rows = self.split.rows
+        blocks = (np.arange(i, min(i + WINDOW, rows)) for i in range(0, rows, WINDOW))
+        return max(int(self.whole_sizes(block).max()) for block in blocks)
 
     def truncation(self, limit: str, longest: int, remedy: str = "") -> str:
         """A sentence that says how many rows are longer than `max_tokens`, or "" if none is.
@@ -207,7 +201,7 @@ class Assembler:
         they need, and ends with the `remedy`. `limit` names the limit and its value, such as
         "batch.max_tokens=128". `longest` is the longest row that the model accepts, in tokens.
         """
-        sizes = self._untruncated_sizes()
+        sizes = self.whole_sizes(np.arange(min(self.split.rows, SAMPLED)))
         cut = int((sizes > self.max_tokens).sum())
         if not cut:
             return ""
