@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -150,7 +150,8 @@ def test_files_and_keys_of_other_runs_stay() -> None:
     assert key(line) == KEYS[line]
     keys = {content_key(identity(recipe(f"{line} probe.layer={n}"))) for n in (0, 1)}
     assert len(keys | {KEYS[line]}) == 3
-    records = [checkpoints._head_record(Head("classify", layer=layer)) for layer in (None, 0, 2)]
+    plain, *heads = (asdict(Head("classify", layer=layer)) for layer in (None, None, 0, 2))
+    records = [checkpoints._record(h, plain, checkpoints.NEWER_OF_HEADS) for h in heads]
     assert [record.get("layer") for record in records] == [None, 0, 2]
     assert "layer" not in records[0]
 

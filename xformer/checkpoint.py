@@ -50,6 +50,7 @@ from xformer.texts import Pooling, vectors_of
 
 FORMAT = 1
 STATE = ("state.json", "optimizer.safetensors")  # files that a run needs to continue
+NEWER_OF_HEADS = ("smoothing", "class_weights", "layer")  # settings that older files do not have
 HALF = (torch.float16, torch.bfloat16)  # weights of these types are converted to fp32 on reading
 Distribution = Literal["normal", "truncated"]
 
@@ -311,10 +312,11 @@ def save(
             np.save(directory / "input/mapping.npy", checkpoint.mapping)
         if state is not None:
             write_json(directory / "state.json", state)
+        model, head = checkpoint.config.model_dump(), checkpoint.head
         config = {
             "format": FORMAT,
-            "model": _model_record(checkpoint.config),
-            "head": _head_record(checkpoint.head) if checkpoint.head else None,
+            "model": _record(model, ModelConfig().model_dump(), NEWER),
+            "head": head and _record(asdict(head), asdict(Head(head.kind)), NEWER_OF_HEADS),
             "history": list(checkpoint.history),
         }
         write_json(directory / "config.json", config)
@@ -324,24 +326,10 @@ def save(
         check()
 
 
-def _model_record(config: ModelConfig) -> dict[str, Any]:
-    """A config as config.json stores it. Settings that older versions do not know are stored only
-    if they are not the defaults."""
-    fields = ModelConfig.model_fields
-    values = config.model_dump()
-    return {k: v for k, v in values.items() if k not in NEWER or v != fields[k].default}
-
-
-def _head_record(head: Head) -> dict[str, Any]:
-    """A head as config.json stores it. Settings that older versions do not know are stored only if
-    they are set."""
-    plain = Head(head.kind)
-    newer = [
-        name
-        for name in ("smoothing", "class_weights", "layer")
-        if getattr(head, name) == getattr(plain, name)
-    ]
-    return {name: value for name, value in asdict(head).items() if name not in newer}
+def _record(values: dict[str, Any], defaults: dict[str, Any], newer: Collection[str]) -> Any:
+    """Settings as config.json stores them. Those that older versions do not know, `newer`, are
+    stored only if they are not the defaults."""
+    return {k: v for k, v in values.items() if k not in newer or v != defaults[k]}
 
 
 def size(checkpoint: Checkpoint) -> int:
