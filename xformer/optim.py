@@ -283,18 +283,14 @@ def clip_and_step(
 
 def state(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """The moments as "MOMENT.WEIGHT", and the step count as "step"; not copies."""
-    states = {
-        name: optimizer.state[weight]
-        for group in optimizer.param_groups
-        for name, weight in zip(group["param_names"], group["params"], strict=True)
-    }
-    first = next(iter(states.values()))
-    moments = dict.fromkeys(key for of_weight in states.values() for key in of_weight)
-    for moment in (key for key in moments if key != "step"):
-        for name, of_weight in states.items():
-            if moment in of_weight:
-                yield f"{moment}.{name}", of_weight[moment]
-    yield "step", first["step"]
+    groups = optimizer.param_groups
+    for group in groups:
+        for name, weight in zip(group["param_names"], group["params"], strict=True):
+            for moment, tensor in optimizer.state[weight].items():
+                if moment != "step":
+                    yield f"{moment}.{name}", tensor
+    # the first weight's: Muon does not count the steps of its matrices, which come last
+    yield "step", optimizer.state[groups[0]["params"][0]]["step"]
 
 
 @torch.no_grad()
