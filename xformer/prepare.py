@@ -66,15 +66,16 @@ class Setup:
     precision: str
     trajectory: Trajectory = field(default_factory=Trajectory)
 
-    def length(self, steps: int, epochs: float) -> int:
-        """The length of a run in steps; in samples if `steps` is 0."""
-        return steps or max(1, round(epochs * self.samples.per_epoch))
+    @property
+    def length(self) -> int:
+        """The length of the run in steps; in samples if it counts epochs."""
+        train = self.recipe.train
+        return train.steps or max(1, round(train.epochs * self.samples.per_epoch))
 
     def progress(self, step: int, position: int) -> tuple[int, int]:
         """How far the run is at this step and sample, and its length; see `length`."""
-        settings = self.recipe.train
-        done = step if settings.steps else position
-        return done, self.length(settings.steps, settings.epochs)
+        done = step if self.recipe.train.steps else position
+        return done, self.length
 
     def share(self, step: int, position: int) -> float:
         """The share of the run that is done at this step and sample."""
@@ -115,7 +116,7 @@ class Setup:
     def feed(self, fixed: bool = False) -> Feed:
         """The training batches of this rank, step by step. If `fixed`, they have few shapes."""
         recipe, batch = self.recipe, self.recipe.batch
-        end = 2**62 if recipe.train.steps else self.length(0, recipe.train.epochs)
+        end = 2**62 if recipe.train.steps else self.length
         stream = Stream(self.samples, end, self.train.sizes, batch.rows, batch.tokens)
         masking = self._masking() if self.task.predicts_masked else None
         return Feed(self.train, stream, self.ranks, batch.accumulate, masking, fixed)
@@ -533,66 +534,54 @@ def training_tokens(setup: Setup) -> int:
     return int((setup.train.whole_sizes(rows) - setup.train.extra).sum())
 
 
-def rates(setup: Setup, length: int) -> Callable[[int, int], float]:
-    """The learning rate of a step in a run of this length (see `Setup.length`), as a function of
-    what is done before the step and after it."""
-    optim = setup.recipe.optim
+def rates(setup: Setup) -> Callable[[int, int], float]:
+    """The learning rate of a step, as a function of what is done before the step and after it; see
+    `Setup.progress`."""
+    optim, length = setup.recipe.optim, setup.length
+    warmup, decay = _lengths(setup)
     if optim.schedule == "wsd":  # no shares, so that the length does not change the stable phase
-        warmup, decay = _lengths(setup, length)
         return lambda before, after: learning_rate(optim, before, after, warmup, decay, length)
-    share = warmup_share(setup, length)
+    share = optim.warmup if optim.warmup < 1 else warmup / length
     return lambda before, after: learning_rate(optim, before / length, after / length, share)
 
 
-def _lengths(setup: Setup, length: int) -> tuple[float, float]:
-    """The lengths of the warm-up and the decay, in the unit of `length`."""
+def _lengths(setup: Setup) -> tuple[float, float]:
+    """The lengths of the warm-up and the decay, in steps or samples; see `Setup.length`."""
     recipe = setup.recipe
     unit = 1 if recipe.train.steps else rows_per_step(recipe, setup.train, setup.samples)
-    values = setup.recipe.optim.warmup, setup.recipe.optim.decay
-    warmup, decay = (value * (length if value < 1 else unit) for value in values)
+    values = recipe.optim.warmup, recipe.optim.decay
+    warmup, decay = (value * (setup.length if value < 1 else unit) for value in values)
     return warmup, decay
 
 
 def stable_phase(setup: Setup) -> tuple[float, float]:
     """Where the stable phase of a run with schedule=wsd begins and ends, in steps or samples."""
-    length = setup.progress(0, 0)[1]
-    warmup, decay = _lengths(setup, length)
-    return warmup, length - decay
+    warmup, decay = _lengths(setup)
+    return warmup, setup.length - decay
 
 
 def schedule_notes(setup: Setup) -> list[str]:
     """A line that gives the lengths of the warm-up and of the decay in steps, if there are any:
     `optim.decay=0.2` is a share of the run, and `optim.decay=2` is two steps. If they do not fit
     into the run, another line says so."""
-    recipe, length = setup.recipe, setup.progress(0, 0)[1]
+    recipe = setup.recipe
     unit = 1 if recipe.train.steps else rows_per_step(recipe, setup.train, setup.samples)
-    warmup, decay = (part / unit for part in _lengths(setup, length))
+    warmup, decay = (part / unit for part in _lengths(setup))
     parts = [f"warm-up in the first {warmup:,.0f}"] if warmup else []
     if recipe.optim.schedule == "wsd":
         parts.append(f"decay in the last {decay:,.0f}")
     notes = [f"of {planned_steps(setup):,} steps: {', '.join(parts)}"] if parts else []
     both = "warm-up and decay are" if recipe.optim.schedule == "wsd" else "the warm-up is"
-    if warmup + decay * (recipe.optim.schedule == "wsd") > length / unit * (1 + 1e-9):
+    if warmup + decay * (recipe.optim.schedule == "wsd") > setup.length / unit * (1 + 1e-9):
         notes.append(f"{both} longer than the run, so the rate does not reach its peak")
     return notes
-
-
-def warmup_share(setup: Setup, length: int) -> float:
-    """`optim.warmup` as a share of a run of this length (see `Setup.length`)."""
-    warmup = setup.recipe.optim.warmup
-    if warmup < 1:
-        return warmup
-    if setup.recipe.train.steps:
-        return warmup / length
-    return warmup * rows_per_step(setup.recipe, setup.train, setup.samples) / length
 
 
 def planned_steps(setup: Setup) -> int:
     """The number of steps of a run, if no patience ends it. It is estimated if the recipe counts
     epochs and `batch.tokens`, because the lengths of the rows then decide."""
-    settings = setup.recipe.train
     per_step = rows_per_step(setup.recipe, setup.train, setup.samples)
-    return settings.steps or math.ceil(setup.length(0, settings.epochs) / per_step)
+    return setup.recipe.train.steps or math.ceil(setup.length / per_step)
 
 
 def identity_of(setup: Setup) -> dict[str, Any]:

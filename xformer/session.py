@@ -67,8 +67,7 @@ class Session:
         self.setup, self.run, self.state, self.monitor = setup, run, state, monitor
         self.snapshot = Snapshot(model, optimizer, setup.ranks)
         self.clock, self.stop_flag = Clock(state), StopFlag(setup.ranks.device)
-        settings = setup.recipe.train
-        self.rates = rates(setup, setup.length(settings.steps, settings.epochs))
+        self.rates = rates(setup)
         self.stepped = threading.Event()  # the first step is done, and the store's check may begin
         # {step: scores on 'valid'} of the step that would be selected now; {} if not validated
         self.validated: dict[int, Scores] = {}
@@ -318,8 +317,9 @@ def announce_changes(
     if before[name] == getattr(now, name):
         return
     done, _ = setup.progress(state.step, state.position)
-    lengths = setup.length(before["steps"], before["epochs"]), setup.length(now.steps, now.epochs)
-    old, new = (rates(setup, length)(done, done) for length in lengths)
+    train = now.model_copy(update={name: before[name]})
+    shorter = replace(setup, recipe=setup.recipe.model_copy(update={"train": train}))
+    old, new = (rates(each)(done, done) for each in (shorter, setup))
     monitor.say(
         f"train.{name} was {before[name]} and is now {getattr(now, name)}: the schedule now spans "
         f"the longer run, so the learning rate changes from {old:.3g} to {new:.3g}"
