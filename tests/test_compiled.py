@@ -247,7 +247,7 @@ def test_a_rank_that_never_has_rows_has_a_capacity() -> None:
     assembler: Any = Lengths(lengths, 128)
     for rank in range(2):
         stream = Stream(Samples(len(lengths), 0), 20, assembler.sizes, 1)
-        masking = MaskSchedule.constant(0, 0.15)
+        masking = MaskSchedule(0, 0.15, 0.15)
         feed = Feed(assembler, stream, Ranks(rank, 2, CPU), masking=masking, fixed=True)
         assert feed.capacities is not None
         assert [c.tokens for c in feed.capacities.known] == [16]

@@ -125,7 +125,7 @@ class Shared:
         assembler = Assembler(split_for(self.task), TOKENIZER, LONGEST)
         samples = Samples(assembler.examples, 0)
         stream = Stream(samples, STEPS * ROWS - LESS, assembler.sizes, ROWS)
-        masking = MaskSchedule.constant(0, 0.15) if self.task.predicts_masked else None
+        masking = MaskSchedule(0, 0.15, 0.15) if self.task.predicts_masked else None
         return Feed(assembler, stream, ranks, ACCUMULATE, masking)
 
     def seen(self, number: int) -> dict[str, Any]:

@@ -32,11 +32,6 @@ class MaskSchedule:
     planned: int = 1
     spans: bool = False
 
-    @classmethod
-    def constant(cls, seed: int, share: float) -> MaskSchedule:
-        """A schedule that keeps this share and chooses single tokens."""
-        return cls(seed, share, share)
-
     @property
     def changes(self) -> bool:
         return self.final != self.first
