@@ -376,10 +376,11 @@ def _store_checked(setup: Setup, begin: threading.Event) -> Iterator[list[str]]:
     """Let rank 0 check the store's blocks in the background once `begin` is set. Yields a list to
     which a line about the first damage will be appended.
 
-    Raises Failure with that line when the `with` block ends. If the block crashes, the check is
-    finished first, because a damaged store may be the cause.
+    Raises Failure with that line when the `with` block ends, also if the block crashed: the damage
+    may be the cause.
     """
     damage: list[str] = []
+    crash: Exception | None = None
     check = (
         setup.store.verify_in_background(damage.append, begin) if setup.ranks.rank == 0 else None
     )
@@ -388,17 +389,14 @@ def _store_checked(setup: Setup, begin: threading.Event) -> Iterator[list[str]]:
     except (BadInput, Failure, Interrupted, OSError):
         raise
     except Exception as error:
-        begin.set()
-        if check is not None:
-            check.join()
-        if damage:
-            raise Failure(damage[0]) from error
-        raise
+        crash = error
     begin.set()
     if check is not None:
         check.join()
     if damage:
-        raise Failure(damage[0])
+        raise Failure(damage[0]) from crash
+    if crash is not None:
+        raise crash
 
 
 @contextmanager
