@@ -31,7 +31,7 @@ from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from xformer.data.display import say
+from xformer.data.display import one_line, say
 from xformer.data.errors import BadInput, typed
 
 WIDTH = 100  # width of help texts in columns
@@ -367,8 +367,7 @@ def _complaint(schema: type[Settings], error: ErrorDetails, place: list[str | in
         of_operations = _operations(all_keys(schema).get(name))
         example = f"[{OPERATION}]" if of_operations else show([error["input"]])
         message = f"give a list, such as {name}='{example}'"
-    value = value if len(value) <= 80 else f"{value[:77]}..."
-    return f"{name}={value}: {message[:1].lower()}{message[1:]}"
+    return f"{name}={one_line(value, 80)}: {message[:1].lower()}{message[1:]}"
 
 
 def _repr(value: Any) -> str:

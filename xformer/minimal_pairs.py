@@ -36,7 +36,7 @@ from torch import Tensor
 
 from xformer.checkpoint import Checkpoint
 from xformer.data.batch import CHUNK, Batch
-from xformer.data.display import Progress, say
+from xformer.data.display import Progress, one_line, say
 from xformer.data.errors import BadInput
 from xformer.data.tokenizers import Tokenizer
 from xformer.parallel.compiled import not_compiled
@@ -344,11 +344,9 @@ def _check_lengths(
     if not lengths.min():
         raise BadInput(f"the sentence {texts[int(lengths.argmin())]!r} has no tokens")
     if lengths[longest] + 2 > most:
-        text = texts[longest]
-        shown = text if len(text) <= 80 else f"{text[:77]}..."
         raise BadInput(
-            f"the sentence {shown!r} has {lengths[longest] + 2} tokens, special tokens "
-            f"included, but the model takes {most}; leave it out"
+            f"the sentence {one_line(repr(texts[longest]), 80)} has {lengths[longest] + 2} tokens, "
+            f"special tokens included, but the model takes {most}; leave it out"
         )
 
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint
+from xformer.data.display import one_line
 from xformer.data.errors import BadInput, typed
 from xformer.data.sampler import Stream
 
@@ -68,18 +69,12 @@ def _milestone(value: Any) -> Milestone:
         raise ValueError(f"train.keep_at: give {value!r} by itself, not in a list")
     match = MILESTONE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        raise ValueError(_refusal(value))
+        raise ValueError(f"train.keep_at={one_line(repr(value), 80)}: give {FORMS}")
     number, suffix, unit = match.groups()
     amount = Decimal(number) * SUFFIXES[suffix]
     if amount != int(amount):
         raise ValueError(f"train.keep_at={value!r}: give a whole number of {unit}s")
     return Milestone(int(amount), unit, value)
-
-
-def _refusal(value: Any) -> str:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-    return f"train.keep_at={shown}: give {FORMS}"
 
 
 # ------------------------------------------------------------------------- counting in advance

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from xformer.data.display import one_line
 from xformer.data.errors import BadInput
 from xformer.data.store import JoinsOthers, Ragged, Split, Store, open_store
 
@@ -146,15 +147,11 @@ def _refuse_unlike(first: Store, other: Store) -> None:
         ("columns", _columns(first), _columns(other)),
     ):
         if a != b:
+            ours, theirs = (one_line(words or "none", 80) for words in (a, b))
             raise BadInput(
                 f"{first.name} and {other.name} cannot be read as one: they differ in {what} "
-                f"({_short(a)}; {_short(b)})"
+                f"({ours}; {theirs})"
             )
-
-
-def _short(words: str | None) -> str:
-    words = words or "none"
-    return words if len(words) <= 80 else f"{words[:77]}..."
 
 
 def _columns(store: Store) -> str:
