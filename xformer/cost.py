@@ -12,6 +12,8 @@ reads.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from xformer.data.batch import Workload
@@ -102,18 +104,14 @@ def _convolutions(config: ModelConfig, task: Task | None) -> list[int]:
     with torch.device("meta"):
         model = Model(config, task or Classify(Head("classify")))
     assert model.cnn is not None
-    cells, (height, width) = [], model.cnn.size
-    for _ in range(3):
-        cells.append(height * width)
-        height, width = -(-height // 2), -(-width // 2)
-    halvings = {"first": 0, "second": 0, "blocks": 1}
+    # the cells of an image that was halved 0, 1 and 2 times
+    whole, half, quarter = (math.prod(-(-n // 2**i) for n in model.cnn.size) for i in range(3))
+    cells = {"first": whole, "second": whole, "blocks.0": half, "blocks": quarter}
     flops = []
     for name, weight in model.cnn.named_parameters():
         if weight.ndim > 1:
-            times = halvings.get(name.split(".")[0])
-            if name.startswith("blocks") and not name.startswith("blocks.0"):
-                times = 2
-            flops.append(2 * weight.numel() * (1 if times is None else cells[times]))
+            image = next((cells[part] for part in cells if name.startswith(part)), 1)
+            flops.append(2 * weight.numel() * image)
     assert model.task_head is not None
     return [*flops, 2 * model.task_head.weight.numel()]
 
