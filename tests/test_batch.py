@@ -70,12 +70,14 @@ def split_of(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]] | None = Non
 
 
 def made_store(path: Path, tokenizer: Tokenizer, rows: list[list[int]]) -> Store:
-    """A store on disk. The second text of every row is empty."""
-    columns = {"tokens": "", "tokens_b": ""}
-    with create_store(path, tokenizer, columns, ("tokens", "tokens_b")) as writer:
+    """A store on disk. The second text of every row is empty. Each row has an id, whose bytes are
+    not tokens."""
+    columns = {"tokens": "", "tokens_b": "", "id": "uint8"}
+    with create_store(path, tokenizer, columns, list(columns)) as writer:
         with writer.split("train") as split:
             split.append_ragged("tokens", ragged(rows).values, np.array([len(r) for r in rows]))
             split.append_ragged("tokens_b", np.zeros(0), np.zeros(len(rows), np.int64))
+            split.append_texts("id", [f"row {i}" for i in range(len(rows))])
         writer.finish("text", [], None, {})
     return open_store(path)
 

@@ -21,7 +21,7 @@ import re
 import numpy as np
 
 from xformer.data.errors import BadInput
-from xformer.data.store import Ragged, Store
+from xformer.data.store import TEXTS, Store
 from xformer.data.tokenizers import Tokenizer
 
 UNUSED = re.compile(r"\[unused\d+\]|madeupword\d+")
@@ -107,15 +107,16 @@ def _ordinary(model: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_ids(store: Store, embeddings: int) -> None:
-    if store.vocab_size > embeddings:
-        for name in store.splits:
-            for column, values in store.split(name).columns.items():
-                largest = int(values.values.max(initial=0)) if isinstance(values, Ragged) else 0
-                if largest >= embeddings:
-                    raise BadInput(
-                        f"mapping=ids: the id {largest} in {store.name}/{name}/{column}.npy does "
-                        f"not fit the model's {embeddings} embeddings; give another mapping="
-                    )
+    if store.vocab_size <= embeddings:
+        return
+    for split in map(store.split, store.splits):
+        for column in (name for name in TEXTS if name in split.columns):
+            largest = int(split.columns[column].values.max(initial=0))
+            if largest >= embeddings:
+                raise BadInput(
+                    f"mapping=ids: the id {largest} in {store.name}/{split.name}/{column}.npy does "
+                    f"not fit the model's {embeddings} embeddings; give another mapping="
+                )
 
 
 def _shift(model: Tokenizer, k: int) -> np.ndarray:
