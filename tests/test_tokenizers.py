@@ -135,6 +135,10 @@ def test_vocabularies_that_cannot_be(kind, size, phrase):
 def test_a_changed_or_missing_tokenizer_is_refused(learned, tmp_path):
     with pytest.raises(BadInput, match="holds no tokenizer"):
         tokenizers.load_tokenizer(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/result.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"result.json is damaged: it names no selected checkpoint"):
+        tokenizers.load_tokenizer(tmp_path / "run")
     learned["wordpiece"].save(tmp_path)
     text = (
         (tmp_path / "tokenizer.json").read_text().replace('"lowercase":true', '"lowercase":false')

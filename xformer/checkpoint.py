@@ -37,7 +37,7 @@ from xformer.data.files import (
     put_back,
     read_json,
     read_own_json,
-    read_run_json,
+    selected,
     what_is,
     write_json,
 )
@@ -384,10 +384,7 @@ def resolve(path: str | Path) -> Path:
     if (path / "manifest.json").is_file():
         return path
     if (path / "result.json").is_file():
-        result = read_run_json(path / "result.json")
-        if not isinstance(result, dict) or not isinstance(result.get("selected"), str):
-            raise BadInput(f"{path / 'result.json'} is damaged: it names no selected checkpoint")
-        return path / result["selected"]
+        return selected(path)
     if (path / "checkpoints").is_dir():
         steps = ", ".join(sorted(p.name for p in (path / "checkpoints").glob("step_*")))
         if not steps:

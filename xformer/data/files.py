@@ -105,6 +105,17 @@ def read_run_json(path: Path) -> Any:
     return content
 
 
+def selected(path: Path) -> Path:
+    """The checkpoint that a finished run selected; every other path unchanged. Raises BadInput as
+    `read_run_json` does, and if result.json names no checkpoint."""
+    if not (path / "result.json").is_file():
+        return path
+    result = read_run_json(path / "result.json")
+    if not isinstance(result, dict) or not isinstance(result.get("selected"), str):
+        raise BadInput(f"{path / 'result.json'} is damaged: it names no selected checkpoint")
+    return path / result["selected"]
+
+
 def check_run_file(run: Path, name: str, path: Path, remedy: str) -> None:
     """Raise BadInput, with the `remedy`, if the file at `path` differs from the checksum that `run`
     recorded for `name` when it finished. Unfinished runs and those of early versions have no

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from xformer.data.errors import BadInput, typed
-from xformer.data.files import installed, json_text, near, put_back, read_json, read_run_json
+from xformer.data.files import installed, json_text, near, put_back, read_json, selected
 
 META = "tokenizer_meta.json"
 KINDS = ("wordpiece", "bpe", "unigram", "symbols")
@@ -305,9 +305,7 @@ def _selected(directory: str | Path) -> Path:
     """The directory itself, or the checkpoint that it stands for as a finished run."""
     path = installed(directory)
     put_back(path)
-    if (path / "result.json").is_file():
-        path = path / str(read_run_json(path / "result.json")["selected"])
-    return path
+    return selected(path)
 
 
 def _runs_sentencepiece(meta: dict[str, Any]) -> bool:
