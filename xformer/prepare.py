@@ -32,7 +32,7 @@ from xformer.parallel.precision import fast_on, reason_for_bf16
 from xformer.parallel.processes import Ranks
 from xformer.recipe import Recipe
 from xformer.run import Run, State, is_run, read_config
-from xformer.scoring import check_kind, check_task
+from xformer.scoring import check_kind
 from xformer.surgery import registry
 from xformer.tasks.classify import balanced
 from xformer.tasks.known import TASKS, task_of
@@ -179,7 +179,6 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     head = _head(recipe, store, samples)
     task = task_of(head)
     assert task is not None
-    check_task(store, task)
     if task.has_unlabelled(split):
         raise BadInput(f"{store.name}: the split 'train' has rows without a label")
     if "valid" in store.splits and not task.has_labels(store.split("valid")):
