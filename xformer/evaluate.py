@@ -41,7 +41,7 @@ from xformer.parallel.precision import fast_on, reason_for_bf16, speed_note
 from xformer.parallel.processes import ALONE, Ranks, SystemConfig
 from xformer.predictions import FOLDER, write
 from xformer.run import is_run
-from xformer.scoring import check_task, longest_remedy, outputs_of, score
+from xformer.scoring import check_kind, longest_remedy, outputs_of, score
 from xformer.tasks.task import Task, as_table, check_finite, to_device
 
 # A function that writes the rows of a file as the split `input` of a new store. Arguments: file,
@@ -302,7 +302,8 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
         program = typed("train.py")
         raise BadInput(f"this checkpoint has no head to score: fine-tune it with {program} first")
     head = task.head
-    check_task(store, task)
+    check_kind(store.kind, task, store.name)
+    _check_classes(store, task)
     if spec is None and checkpoint.source is not None:  # the mapping of training
         if store.fingerprint != checkpoint.source.fingerprint:
             raise BadInput(
@@ -314,6 +315,17 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
         size = checkpoint.config.vocab_size
         array = mapping.build_mapping(spec or head.mapping, store, checkpoint.tokenizer, size)
     return Assembler(store.split(split), checkpoint.tokenizer, checkpoint.max_tokens, array)
+
+
+def _check_classes(store: Store, task: Task) -> None:
+    """Raise BadInput unless the store has the task's classes."""
+    if not task.named_classes or tuple(store.labels) == task.head.labels:
+        return
+    unknown = sorted(set(store.labels) - set(task.head.labels))
+    what = f"other classes than the checkpoint's: {', '.join(store.labels)}"
+    if unknown:
+        what = f"labels that are not classes of the checkpoint: {', '.join(unknown)}"
+    raise BadInput(f"{store.name} has {what}; the checkpoint knows {', '.join(task.head.labels)}")
 
 
 def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, ranks: Ranks) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from xformer.data.batch import Assembler, Batch, chunks
 from xformer.data.display import Progress
 from xformer.data.errors import BadInput, typed
-from xformer.data.store import Store
 from xformer.parallel.compiled import not_compiled
 from xformer.parallel.feed import made_ahead
 from xformer.parallel.processes import Ranks
@@ -118,15 +117,3 @@ def check_kind(kind: str, task: Task | type[Task], store: object) -> None:
             f"head={task.name} needs a store of kind {needed}, which {makes} makes; {store} is of "
             f"kind {kind}"
         )
-
-
-def check_task(store: Store, task: Task) -> None:
-    """Raise BadInput unless the store is of the right kind and has the task's classes."""
-    check_kind(store.kind, task, store.name)
-    if not task.named_classes or tuple(store.labels) == task.head.labels:
-        return
-    unknown = sorted(set(store.labels) - set(task.head.labels))
-    what = f"other classes than the checkpoint's: {', '.join(store.labels)}"
-    if unknown:
-        what = f"labels that are not classes of the checkpoint: {', '.join(unknown)}"
-    raise BadInput(f"{store.name} has {what}; the checkpoint knows {', '.join(task.head.labels)}")
