@@ -112,10 +112,6 @@ class Ranks:
             except (BadInput, Failure, OSError) as caught:
                 error = caught
                 answer = {"error": str(caught), "bad_input": isinstance(caught, BadInput)}
-        if self.world_size == 1:
-            if error is not None:
-                raise error
-            return answer["result"]
         answer = self._broadcast(answer, 0)
         if error is not None:
             raise error
@@ -125,11 +121,11 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """The (JSON) values of all ranks, on every rank."""
-        if self.world_size == 1:
-            return [value]
         return [self._broadcast(value, rank) for rank in range(self.world_size)]
 
     def _broadcast(self, value: Any, source: int) -> Any:
+        if self.world_size == 1:
+            return value
         text = json.dumps(value).encode()
         length = torch.tensor([len(text)], device=self.device)
         dist.broadcast(length, source)
