@@ -201,13 +201,9 @@ FUSED = ("adamw", "adam")  # have a fused kernel that reads `grad_scale` and `fo
 def build(model: nn.Module, config: OptimConfig) -> Optimizer:
     """The optimizer of all weights that are not frozen, with moments of zero."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [
-        (name, p)
-        for name, p in named
-        if config.name == "muon" and p.ndim == 2 and name.startswith(LAYERS)
-    ]
-    names = {name for name, _ in matrices}
-    decayed = [(name, p) for name, p in named if p.ndim > 1 and name not in names]
+    muon, fused = config.name == "muon", config.name in FUSED
+    matrices = {n: p for n, p in named if muon and p.ndim == 2 and n.startswith(LAYERS)}
+    decayed = [(name, p) for name, p in named if p.ndim > 1 and name not in matrices]
     others = [(name, p) for name, p in named if p.ndim <= 1]
     groups = [
         {"params": some, "weight_decay": decay}
@@ -215,9 +211,8 @@ def build(model: nn.Module, config: OptimConfig) -> Optimizer:
         if some
     ]
     if matrices:
-        decay = config.weight_decay
-        groups.append({"params": matrices, "weight_decay": decay, "matrices": True})
-    fused = config.name in FUSED
+        params, decay = [*matrices.items()], config.weight_decay
+        groups.append({"params": params, "weight_decay": decay, "matrices": True})
     options: dict[str, Any] = {"lr": config.lr, "eps": config.eps}
     if config.name != "adagrad":
         options["betas"] = config.betas
@@ -226,10 +221,9 @@ def build(model: nn.Module, config: OptimConfig) -> Optimizer:
     optimizer: Optimizer = KINDS[config.name](groups, **options)
     # Made here and not by the first step, which may be dropped before a checkpoint is written.
     for name, weight in named:
-        moments = (BUFFER,) if name in names else MOMENTS[config.name]
+        moments = (BUFFER,) if name in matrices else MOMENTS[config.name]
         optimizer.state[weight] = {m: torch.zeros_like(weight) for m in moments}
-        on_device = fused or config.name == "muon"
-        step = torch.zeros((), device=weight.device if on_device else "cpu")
+        step = torch.zeros((), device=weight.device if fused or muon else "cpu")
         optimizer.state[weight]["step"] = step
     return optimizer
 
