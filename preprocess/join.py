@@ -47,8 +47,11 @@ def run(arguments: argparse.Namespace) -> None:
     # what was joined before stays together
     listed = [store.parts if len(store.parts) > 1 else [next(alone)] for store in opened]
     stores = [part for parts in listed for part in parts]
-    if arguments.output.resolve() in [store.path.resolve() for store in (*opened, *stores)]:
-        raise BadInput(f"--output {arguments.output} is one of the stores; give another")
+    output = arguments.output.resolve()
+    for path in [store.path.resolve() for store in (*opened, *stores)]:
+        if output.is_relative_to(path):
+            where = "is one of the stores" if output == path else f"lies inside the store {path}"
+            raise BadInput(f"--output {arguments.output} {where}; give another")
     joined = open_stores([store.path for store in stores])
     splits = [joined.split(name) for name in joined.splits]
     meta = {

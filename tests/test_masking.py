@@ -200,6 +200,7 @@ def test_runs_of_before_continue_and_wrong_values_are_refused(
     refused(
         forks.run(*line, *pair), "masking.final=0.2 cannot be combined with masking.pair_weight"
     )
-    # a head without masking ignores both
     classes = training(CLASSIFY, data.classes, tmp_path / "classes", "train.epochs=0.2")
-    good(forks.run(*classes, "masking.spans=true", "masking.final=0.3"))
+    said = "masking.spans needs head=mlm; head=classify masks no tokens"
+    refused(forks.run(*classes, "masking.spans=true"), said)
+    assert not (tmp_path / "classes").exists()

@@ -75,6 +75,12 @@ def test_the_lengths_of_the_schedule_are_told_in_steps(
     assert said in started(forks, data, tmp_path / "run", *given)
 
 
+def test_a_decay_needs_its_schedule(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    line = training(SMOKE, data.text, tmp_path / "run", "optim.decay=0.1")
+    refused(forks.run(*line), "optim.decay needs optim.schedule=wsd; with linear it is not used")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_typed_weight_decay_is_an_l2_term(forks: Forks, data: Toys, tmp_path: Path) -> None:
     said = started(forks, data, tmp_path / "adam", "optim.name=adam", "optim.weight_decay=0.01")
     assert "adam: peak rate 0.001 (linear), weight decay 0.01\n" in said

@@ -156,6 +156,7 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     """
     if recipe.init == "":
         raise BadInput("init must be given: init=CHECKPOINT, or init=RUN of a finished run")
+    _check_used(recipe, overrides or ())
     recipe, precision = with_precision(recipe, ranks)
     store = open_stores(recipe.data)
     for name in store.splits:
@@ -197,6 +198,18 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     metric = _metric(recipe, task, store)
     setup = Setup(recipe, ranks, store, start, train_assembler, samples, metric, notes, precision)
     return replace(setup, trajectory=_trajectory(setup))
+
+
+def _check_used(recipe: Recipe, typed_keys: Collection[str]) -> None:
+    """Raise BadInput if the user typed a setting that this run would not use."""
+    masks, decays = TASKS[recipe.head].predicts_masked, recipe.optim.schedule == "wsd"
+    for key in typed_keys:
+        if key.startswith("masking.") and not masks:
+            raise BadInput(f"{key} needs head=mlm; head={recipe.head} masks no tokens")
+        if key == "optim.decay" and not decays:
+            raise BadInput(
+                f"optim.decay needs optim.schedule=wsd; with {recipe.optim.schedule} it is not used"
+            )
 
 
 def with_precision(recipe: Recipe, ranks: Ranks) -> tuple[Recipe, str]:

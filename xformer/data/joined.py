@@ -1,4 +1,5 @@
-"""Several stores read as one: the rows of the first, then those of the second, and so on.
+"""Several stores read as one: the rows of the first, then those of the second, and so on. If
+several were made with the same held-out rows, these are read only once.
 
 The user gives a list of stores, or a joined store, which contains only their paths and was written
 by `preprocess.py join`.
@@ -77,10 +78,7 @@ class Joined(Store):
         self.meta = {name: first.meta[name] for name in ("origin", "columns")}
         self.key = sha256("\n".join(store.key for store in stores).encode()).hexdigest()
         names = dict.fromkeys(name for store in stores for name in store.splits)
-        self._splits = {
-            name: reduce(_join, [store.split(name) for store in stores if name in store.splits])
-            for name in names
-        }
+        self._splits = {name: _joined_split(name, self.parts) for name in names}
 
     @property
     def parts(self) -> list[Store]:
@@ -159,6 +157,13 @@ def _columns(store: Store) -> str:
         f"{name} {'ragged ' if column['ragged'] else ''}{column['dtype']}"
         for name, column in sorted(store.meta["columns"].items())
     )
+
+
+def _joined_split(name: str, parts: Sequence[Store]) -> Split:
+    """One split of all stores. Held-out rows that several stores share are read only once."""
+    having = [part for part in parts if name in part.splits]
+    different = {part.key if name == "train" else part.split_key(name): part for part in having}
+    return reduce(_join, [part.split(name) for part in different.values()])
 
 
 def _join(a: Split, b: Split) -> Split:

@@ -142,6 +142,11 @@ class Store:
             raise BadInput(f"{self.name} has no rows in its split {name!r}: make the store again")
         return self._splits[name]
 
+    def split_key(self, name: str) -> str:
+        """Identifies the content of a split, as `key` does that of the store."""
+        files = self.meta["splits"][name]["files"]
+        return repr(sorted((Path(file).name, each["sha256"]) for file, each in files.items()))
+
     def tokenizer(self) -> tokenizers.Tokenizer:
         """The tokenizer that made the ids."""
         return tokenizers.load_tokenizer(self.path)
