@@ -330,6 +330,19 @@ def test_accuracy_over_training(forks: Forks, data: Toys, archive: Path, tmp_pat
             name: part["accuracy"] for name, part in scored["phenomena"].items()
         }
     assert result["metrics"]["run"]["accuracy"] == trained["points"][2]["accuracy"]
+    # checkpoints of the same name are averaged
+    line += ["names=seeds,seeds", "overwrite=true"]
+    two = ["micro/english", str(run / "trajectory/step_2")]
+    blimp.run(*parse_arguments(blimp.SUBCOMMAND, [*two, *line]))
+    result = read_json(out / "blimp.json")
+    each = [model["points"][0]["accuracy"] for model in result["models"]]
+    assert each == [english["points"][0]["accuracy"], trained["points"][1]["accuracy"]]
+    assert each[0] != each[1]
+    assert result["metrics"]["seeds"]["accuracy"] == sum(each) / 2
+    (mean,) = blimp.averaged(result["models"])["seeds"]
+    assert mean["range"] == (min(each), max(each))
+    with pytest.raises(BadInput, match="the name 'seeds', but were not kept at the same steps"):
+        blimp.run(*parse_arguments(blimp.SUBCOMMAND, [*paths, *line]))
     first = (out / "blimp.svg").read_bytes()
     _redraw([str(out / "blimp.json")])
     assert len((out / "blimp.svg").read_bytes()) == len(first)

@@ -381,7 +381,9 @@ def _score_pairs(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     for phenomenon, paradigm, count, accuracy in table:
         say(f"{f'  {paradigm}' if paradigm else phenomenon:<56}{count:>7,}  {accuracy:.4f}")
     ties = f", of which {scores.ties:,} are ties and count as wrong" if scores.ties else ""
-    say(f"blimp accuracy {scores.accuracy:.4f} ({len(pairs):,} pairs{ties})")
+    say(
+        f"blimp accuracy {scores.accuracy:.4f} ({len(pairs):,} pair{'s' * (len(pairs) != 1)}{ties})"
+    )
     if config.out and config.out.lower().endswith(".csv"):
         rows = [("phenomenon", "paradigm", "pairs", "accuracy"), *table]
         text = StringIO()

@@ -123,16 +123,18 @@ class Examples:
         }
 
 
-def names_of(paths: list[str], chosen: tuple[str, ...]) -> list[str]:
+def names_of(paths: list[str], chosen: tuple[str, ...], repeated: bool = False) -> list[str]:
     """The `chosen` names. If there are none, the shortest path endings that are all different.
 
-    Raises BadInput unless there is one chosen name for each path, and all are different.
+    Raises BadInput unless there is one chosen name for each path, and all are different or may be
+    `repeated`.
     """
     if chosen:
-        if len(chosen) != len(paths) or len(set(chosen)) != len(chosen) or "" in chosen:
+        alike = len(set(chosen)) != len(chosen) and not repeated
+        if len(chosen) != len(paths) or alike or "" in chosen:
             raise BadInput(
-                f"names={','.join(chosen)}: give {len(paths)} different names, one for each "
-                "checkpoint, with commas between them"
+                f"names={','.join(chosen)}: give {len(paths)} {'' if repeated else 'different '}"
+                "names, one for each checkpoint, with commas between them"
             )
         return list(chosen)
     parts = [Path(path).absolute().parts for path in paths]
