@@ -34,15 +34,19 @@ class Snapshot:
         # copy buffers on the main stream, because the next forward pass changes them
         for name, buffer in self.model.named_buffers():
             self._copy(self.weights, name, buffer)
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):  # does nothing on the CPU
-            for name, parameter in self.model.named_parameters():
-                self._copy(self.weights, name, parameter)
-            for name, tensor in optim.state(self.optimizer) if moments else ():
-                self._copy(self.moments, name, tensor)
-        if self.stream is not None:
+        if self.stream is None:
+            self._copy_all(moments)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self._copy_all(moments)
             self.copied = self.stream.record_event()
+
+    def _copy_all(self, moments: bool) -> None:
+        for name, parameter in self.model.named_parameters():
+            self._copy(self.weights, name, parameter)
+        for name, tensor in optim.state(self.optimizer) if moments else ():
+            self._copy(self.moments, name, tensor)
 
     def _copy(self, to: dict[str, Tensor], name: str, tensor: Tensor) -> None:
         if name not in to:

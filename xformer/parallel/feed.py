@@ -106,7 +106,7 @@ class Feed:
         Copies have their own stream, so that they need not wait for computations."""
         while position < self.stream.end:
             step = self.take(position)
-            with torch.cuda.stream(self.side):  # does nothing on the CPU
+            with torch.cuda.stream(self.side):  # on the CPU this does nothing
                 packed = [to_device(batch, self.ranks.device) for batch in step.batches]
                 copied = None if self.side is None else self.side.record_event()
             yield step, packed, copied
