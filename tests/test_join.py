@@ -189,7 +189,7 @@ def test_stores_that_are_no_parts_keep_their_order(
     paths = [str(tmp_path / name) for name in ("b", "a")]
     equal(open_stores(joined).split("train"), open_stores(paths).split("train"))
     assert open_stores(joined).key == open_stores(paths).key
-    inside = ["preprocess.py", "join", *paths, "--output", tmp_path / "a/joined"]
+    inside: Line = ["preprocess.py", "join", *paths, "--output", tmp_path / "a/joined"]
     refused(forks.run(*inside), f"lies inside the store {tmp_path / 'a'}; give another")
     assert not (tmp_path / "a/joined").exists()
 
@@ -203,7 +203,8 @@ def test_held_out_rows_that_stores_share_are_read_once(
     for seed, name in enumerate("ab"):
         for split in ("train", "test"):
             (tmp_path / f"{name}-{split}.txt").write_text(texts(9, 2 * seed + (split == "test")))
-        files = ["--input", tmp_path / f"{name}-train.txt", "--test", tmp_path / f"{name}-test.txt"]
+        files: Line = ["--input", tmp_path / f"{name}-train.txt"]
+        files += ["--test", tmp_path / f"{name}-test.txt"]
         good(forks.run(*line, *files, "--output", tmp_path / name))
     a, b = open_store(tmp_path / "a"), open_store(tmp_path / "b")
     good(forks.run("preprocess.py", "join", a.path, b.path, "--output", tmp_path / "both"))

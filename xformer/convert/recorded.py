@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xformer.data.errors import BadInput
-from xformer.data.files import read_run_json
+from xformer.data.files import read_run_json, selected
 from xformer.data.joined import open_stores
 from xformer.data.store import Store
 
@@ -84,10 +84,8 @@ def _open(paths: list[str], key: str) -> Store | None:
 def _recorded_scores(run: Path, path: Path, step: int) -> Scores:
     """The scores in result.json if the run selected this checkpoint, else those of the validation
     after this step, if there was one."""
-    if (run / "result.json").is_file():
-        result = read_run_json(run / "result.json")
-        if (run / result["selected"]).resolve() == path.resolve():
-            return dict(result["metrics"])
+    if (run / "result.json").is_file() and selected(run).resolve() == path.resolve():
+        return dict(read_run_json(run / "result.json")["metrics"])
     scores, wanted = Scores(), ("validation", step)
     log = run / "log.jsonl"
     for line in log.read_bytes().splitlines() if log.is_file() else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from typing import TypeVar
@@ -106,7 +107,8 @@ class Feed:
         Copies have their own stream, so that they need not wait for computations."""
         while position < self.stream.end:
             step = self.take(position)
-            with torch.cuda.stream(self.side):  # on the CPU this does nothing
+            # not `torch.cuda.stream(None)`, which would start CUDA for a run on the CPU
+            with nullcontext() if self.side is None else torch.cuda.stream(self.side):
                 packed = [to_device(batch, self.ranks.device) for batch in step.batches]
                 copied = None if self.side is None else self.side.record_event()
             yield step, packed, copied
