@@ -157,7 +157,10 @@ def test_what_is_no_branch_is_refused(
 
     asks("optim.lr=2e-3", "made with other settings: optim.lr=0.001 is now 0.002")
     asks("seed=1", "seed=0 is now 1")
-    asks("optim.schedule=linear", "optim.schedule=wsd is now linear")
+    no_decay = [*LONG, "train.steps=12", "optim.schedule=linear", branching(runs, 8)]
+    refused(
+        forks.run(*training(SMOKE, data.text, run, *no_decay)), "optim.schedule=wsd is now linear"
+    )
     asks("optim.warmup=2", "optim.warmup=3.0 is now 2.0")
     decayed = "lies in or after the decay of"
     asks("train.steps=11", f"{decayed} {run}: branch from an earlier step")
