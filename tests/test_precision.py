@@ -318,6 +318,28 @@ def test_a_table_of_both_precisions_says_so(fast: str, data: Toys, tmp_path: Pat
     assert planned(chosen).mixed() == []
 
 
+def test_a_study_in_emulated_bf16_says_so(
+    data: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "two.toml"
+    text = STUDY.format(smoke=ROOT / SMOKE, classify=ROOT / CLASSIFY, data=data.text)
+
+    def said(chosen: str, *instructions: str) -> list[str]:
+        file.write_text(
+            text.replace("vary.start", f'settings.system.precision = "{chosen}"\nvary.start')
+        )
+        monkeypatch.setattr(precision, "instructions", lambda: set(instructions))
+        plan = Plan(read_study(file, "mini"), tmp_path / "studies", {}, None)
+        lines = listing(plan, Costs(Forecast(plan), {})).splitlines()
+        return [line for line in lines if ", but this processor has no bf16" in line]
+
+    (line,) = said("bf16")
+    assert line.startswith(
+        "note: bf16 is set for 1 run, but this processor has no bf16 instructions: "
+    )
+    assert said("bf16", "avx512_bf16") == said("fp32") == []
+
+
 def write_json_in(path: Path, content: object) -> None:
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(content))

@@ -193,7 +193,7 @@ def test_a_sweep_runs_and_reports(store: Path, tmp_path: Path, forks: Forks) -> 
     assert len(re.findall(r"to do +[1-9]\d* s  run optim.lr", listed.out)) == 6
     assert "?" not in listed.out
     assert re.search(r"6 jobs, 6 to do, about [\d.]+ (s|min) of work", listed.out)
-    assert "measured on this machine" in listed.out
+    assert "measured by finished runs, or by a run's first steps on this machine" in listed.out
     done = good(forks.run(*line, before=patient))
     assert "Best on valid: optim.lr=" in done.out
     report = (output / "mine/report.md").read_text()

@@ -44,10 +44,14 @@ def fast_on(reasons: list[str]) -> tuple[Precision, str]:
     return "fp32", "bf16 is not known to be faster here"
 
 
+def first_device() -> torch.device:
+    """This machine's first GPU, or else its processor."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def fast_here() -> Precision:
-    """The fast precision of this machine: of its first GPU, or else of its processor."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return "bf16" if reason_for_bf16(device) else "fp32"
+    """The precision that is fast on this machine's first device."""
+    return "bf16" if reason_for_bf16(first_device()) else "fp32"
 
 
 def speed_note(device: torch.device, precision: str, tf32: bool = False) -> str:

@@ -29,6 +29,7 @@ from xformer.config import Settings, find_recipe, load
 from xformer.data.display import duration, say
 from xformer.data.errors import BadInput, Failure, typed
 from xformer.data.files import make_directory, read_json, write_json
+from xformer.parallel.precision import first_device, speed_note
 from xformer.start import run
 from xformer.study import pool, sweep, timing
 from xformer.study.claims import registration_lines
@@ -183,6 +184,8 @@ def run_study(plan: Plan, settings: Execution, with_cost: bool = False) -> None:
             return
         say(*cost_lines(costs, todo, slots))
     slurm = settings.executor == "slurm"
+    if not slurm and not with_cost:
+        say(*slow_lines(forecast, to_do(plan.jobs.values(), plan.wanted, ledger.results)))
     execute(plan, pool.Slurm(plan.root, settings.slurm) if slurm else here, ledger)
 
 
@@ -274,12 +277,25 @@ def cost_lines(costs: Costs, todo: dict[str, Job], slots: int) -> list[str]:
             estimate += f", {duration(seconds)} with {slots} at once"
     lines = [f"{len(costs.forecast.plan.jobs)} jobs, {len(todo)} to do, {estimate}"]
     if known:
-        lines.append("measured on this machine: by finished runs, or by a run's first steps")
+        lines.append("measured by finished runs, or by a run's first steps on this machine")
+    lines += slow_lines(costs.forecast, todo)
     if todo:
         lines += timing.other_work()
     for word in filter(untimed.count, UNTIMED):
         lines.append(f"{word}: {UNTIMED[word]} ({many(untimed.count(word), 'job')})")
     return lines
+
+
+def slow_lines(forecast: Forecast, todo: dict[str, Job]) -> list[str]:
+    """A line if runs that are to be done are in bf16, which this machine would emulate."""
+    trained = [job for job in todo.values() if job.recipe is not None]
+    halves = [job for job in trained if forecast.recipe(job).system.precision == "bf16"]
+    if not halves or not (slow := speed_note(first_device(), "bf16")):
+        return []
+    return [
+        f"note: bf16 is set for {many(len(halves), 'run')}, but {slow}. A step in bf16 may take ten "
+        "times as long as estimated. In fp32 they are other runs, with results of their own"
+    ]
 
 
 def _untimed(costs: Costs, job: Job) -> str:
