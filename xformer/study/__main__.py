@@ -293,8 +293,8 @@ def slow_lines(forecast: Forecast, todo: dict[str, Job]) -> list[str]:
     if not halves or not (slow := speed_note(first_device(), "bf16")):
         return []
     return [
-        f"note: bf16 is set for {many(len(halves), 'run')}, but {slow}. A step in bf16 may take ten "
-        "times as long as estimated. In fp32 they are other runs, with results of their own"
+        f"note: bf16 is set for {many(len(halves), 'run')}, but {slow}. A step in bf16 may take "
+        "ten times as long as estimated. In fp32 they are other runs, with results of their own"
     ]
 
 
