@@ -347,6 +347,12 @@ def test_a_damaged_run_is_refused_in_one_line(forks: Forks, run: Path, tmp_path:
     (tmp_path / "run/run_manifest.json").unlink()
     (tmp_path / "run/config.json").write_text('{"identity": {}}\n')
     refused(export(forks, tmp_path / "run", tmp_path / "out"), "config.json is damaged: KeyError")
+    # the checkpoint of a run, so that only its scores are looked up in result.json
+    selected = read_json(tmp_path / "run/result.json")["selected"]
+    (tmp_path / "run/config.json").write_text(text)
+    (tmp_path / "run/result.json").write_text("{}")
+    said = "result.json is damaged: it names no selected checkpoint"
+    refused(export(forks, tmp_path / "run" / selected, tmp_path / "out"), said)
     assert not (tmp_path / "out").exists()
 
 

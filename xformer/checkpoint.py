@@ -177,7 +177,9 @@ def check_head(config: ModelConfig, task: Task | type[Task]) -> None:
     a probe reads."""
     layer = task.head.layer if isinstance(task, Task) else None
     if layer is not None and config.architecture != "transformer":
-        raise BadInput(f"probe.layer={layer}: a {config.architecture} has no layers to probe")
+        raise BadInput(
+            f"probe.layer={layer}: model.architecture={config.architecture} has no layers to probe"
+        )
     if layer is not None and layer > config.layers:
         raise BadInput(
             f"probe.layer={layer}: the model has {config.layers} layer{'s' * (config.layers > 1)}; "
