@@ -318,8 +318,8 @@ def announce_changes(
         return
     done, _ = setup.progress(state.step, state.position)
     train = now.model_copy(update={name: before[name]})
-    earlier = replace(setup, recipe=setup.recipe.model_copy(update={"train": train}))
-    old, new = (rates(each)(done, done) for each in (earlier, setup))
+    before_change = replace(setup, recipe=setup.recipe.model_copy(update={"train": train}))
+    old, new = (rates(each)(done, done) for each in (before_change, setup))
     monitor.say(
         f"train.{name} was {before[name]} and is now {getattr(now, name)}: the schedule now spans "
         f"the longer run, so the learning rate changes from {old:.3g} to {new:.3g}"
