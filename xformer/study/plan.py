@@ -131,6 +131,7 @@ class Plan:
         self._staged: dict[str, dict[str, Job]] = {}  # by stage and name; stages may share a run
         self._recipes: dict[str, dict[str, Any]] = {}
         self._making: list[str] = []  # to detect cycles
+        self._made_at: dict[tuple[str, frozenset[tuple[str, str]]], Job] = {}  # by name and levels
         self._auto: dict[str, set[str]] = {}  # the precisions that `auto` took, by stage
         with within(study.path):
             waited_for = self._check_order()
@@ -257,6 +258,8 @@ class Plan:
         stage, factors = self.study.stages[name], self.study.factors(name)
         levels = {factor: levels[factor] for factor in factors}
         label = " ".join([name, *(f"{factor}={level}" for factor, level in levels.items())])
+        if planned := self._staged.get(name, {}).get(label):
+            return planned
         inputs = _Inputs(label, levels)
         settings = self.study.settings(name, levels)
         if stage.command:
@@ -330,6 +333,9 @@ class Plan:
 
     def _made(self, name: str, levels: Levels) -> Job:
         """The job that makes {made.NAME} for a run at these levels."""
+        place = name, frozenset(levels.items())
+        if place in self._made_at:
+            return self._made_at[place]
         if name not in self.study.made:
             raise BadInput(f"there is no made.{name}{nearest(name, list(self.study.made))}")
         if name in self._making:
@@ -342,8 +348,11 @@ class Plan:
         self._making.append(name)
         try:
             if made.same:
-                return self._made(made.same, levels)
-            return self._command(made.command, _Inputs(f"made.{name}", levels), f"made/{name}-")
+                job = self._made(made.same, levels)
+            else:
+                inputs = _Inputs(f"made.{name}", levels)
+                job = self._command(made.command, inputs, f"made/{name}-")
+            return self._made_at.setdefault(place, job)
         finally:
             self._making.remove(name)
 
