@@ -569,6 +569,24 @@ def job(tmp_path: Path, name: str, code: str, *waits: str, **more: Any) -> Job:
     return Job(name, name, path, path, ("-c", code), waits, **more)
 
 
+def test_no_result_is_kept_of_data_that_changed(file: Path, data: Path, tmp_path: Path) -> None:
+    """The first job overwrites what both read. Neither leaves a result, and the next call plans
+    other keys."""
+    plan = plan_of(file, tmp_path, data=str(data))
+    known = {run.key for run in plan.runs("pretrain")}
+    reads = plan.jobs[plan.runs("pretrain")[0].waits[0]].reads
+    assert [path for path, _ in reads] == [data / "train.txt", data / "valid.txt"]
+    first = job(tmp_path, "first", f"P.touch(); open({str(data / 'valid.txt')!r}, 'w').write('A')")
+    jobs = [replace(one, reads=reads) for one in (first, job(tmp_path, "second", "P.touch()"))]
+    outcomes = pool.run_jobs(
+        jobs, pool.Local(1, 1), lambda _: None, lambda _: None, 0.01, moved=plan.moved
+    )
+    why = f"{data / 'valid.txt'} has changed since the study began; run the same command again"
+    assert [(one.state, one.why) for one in outcomes.values()] == [("failed", why)] * 2
+    assert not any(job.proof.exists() for job in jobs)
+    assert not known & {run.key for run in plan_of(file, tmp_path, data=str(data)).runs("pretrain")}
+
+
 def test_a_failure_stops_only_what_waits_for_it(tmp_path: Path) -> None:
     there = job(tmp_path, "there", "1/0")
     there.proof.touch()

@@ -63,6 +63,7 @@ class Job:
     proof: Path
     command: tuple[str, ...]
     waits: tuple[str, ...] = ()  # keys of the jobs it needs
+    reads: tuple[tuple[Path, str], ...] = ()  # what the user gave, with the digests in its key
     missing: tuple[str, ...] = ()  # names of the needs that are not there
     stage: str = ""  # empty for what is made before any run
     levels: Levels = field(default_factory=dict)
@@ -104,6 +105,7 @@ class _Inputs:
     name: str
     levels: Levels
     waits: dict[str, None] = field(default_factory=dict)  # keys, in order
+    reads: dict[Path, str] = field(default_factory=dict)  # digests by path
     missing: dict[str, None] = field(default_factory=dict)
 
 
@@ -168,6 +170,14 @@ class Plan:
         """The needs that some job waits for and that are not there."""
         names = {name for job in self.jobs.values() for name in job.missing}
         return {name: need for name, need in self.study.needs.items() if name in names}
+
+    def moved(self, job: Job) -> str:
+        """Which of the files that a job reads have changed since its key was computed, in words, or
+        nothing."""
+        for path, digest in job.reads:
+            if not path.exists() or self.digests.of(path) != digest:
+                return f"{path} has changed since the study began; run the same command again"
+        return ""
 
     def runs(self, stage: str, at: Levels | None = None) -> list[Job]:
         """The runs of a stage at some levels, in order."""
@@ -271,7 +281,7 @@ class Plan:
             self._recipes[stage.recipe] = read_recipe(place)
         raw = merge(self._recipes[stage.recipe], settings)
         with within(label):
-            by_key = self._by_content(self._filled(raw, inputs, True))
+            by_key = self._by_content(self._filled(raw, inputs, True), inputs)
             precision, key = self._settled(by_key, stage.processes)
         if by_key.get("system", {}).get("precision", "auto") == "auto":
             self._auto.setdefault(name, set()).add(precision)
@@ -286,13 +296,13 @@ class Plan:
         job = Job(label, key, path, path / "result.json", command, recipe=recipe)
         return self._add(replace(job, processes=stage.processes), inputs, name)
 
-    def _by_content(self, recipe: dict[str, Any]) -> dict[str, Any]:
+    def _by_content(self, recipe: dict[str, Any], inputs: _Inputs) -> dict[str, Any]:
         """A recipe in which paths that the study types, rather than names as needs, are replaced by
         the digests of what lies there."""
 
         def change(text: str) -> str:
             path = installed(text)
-            return self.digests.of(path) if path.exists() else text
+            return self._read(path, inputs) if path.exists() else text
 
         typed: dict[str, Any] = {
             key: each_text(recipe[key], change) for key in ("data", "init") if key in recipe
@@ -368,7 +378,8 @@ class Plan:
 
     def _add(self, job: Job, inputs: _Inputs, stage: str) -> Job:
         """The job with its inputs. An equal one that is already planned takes its place."""
-        job = replace(job, waits=tuple(inputs.waits), missing=tuple(inputs.missing))
+        reads = tuple(inputs.reads.items())
+        job = replace(job, waits=tuple(inputs.waits), missing=tuple(inputs.missing), reads=reads)
         if stage:
             job = replace(job, stage=stage, levels=inputs.levels)
         known = self.jobs.setdefault(job.key, job)
@@ -419,8 +430,12 @@ class Plan:
             inputs.missing[name] = None
             self.absent.setdefault(name, path)
         if by_key:
-            return f"{self.digests.of(path)}{pattern}" if there else f"missing {place}"
+            return f"{self._read(path, inputs)}{pattern}" if there else f"missing {place}"
         return f"{path}{pattern}" if given else place
+
+    def _read(self, path: Path, inputs: _Inputs) -> str:
+        """The digest of a path that a job reads."""
+        return inputs.reads.setdefault(path, self.digests.of(path))
 
 
 def _files(directory: Path) -> Iterator[Path]:

@@ -332,6 +332,7 @@ def run_jobs(
     poll: float = POLL,
     *,
     wanted: Collection[str] | None = None,
+    moved: Callable[[Job], str] = lambda _: "",
     pause: Path | None = None,
     tell: Callable[[str], None] = say,
 ) -> dict[str, Outcome]:
@@ -340,10 +341,11 @@ def run_jobs(
 
     `wanted` has the keys of the jobs that are run for their own sake (default: all). A failed job
     stops only those that depend on it. `set_up` is called before a job starts, `changed` with all
-    outcomes so far every `poll` seconds. While a file `pause` exists nothing runs, and `tell` is
-    given a line. If `changed` raises, all running jobs are asked to stop.
+    outcomes so far every `poll` seconds. A job for which `moved` gives a reason fails; if it has
+    ended, its result is deleted. While a file `pause` exists nothing runs, and `tell` is given a
+    line. If `changed` raises, all running jobs are asked to stop.
     """
-    queue = _Queue(jobs, executor, set_up, wanted)
+    queue = _Queue(jobs, executor, set_up, wanted, moved)
     stopped: list[Job] = []  # by the present pause
     told = False
     try:
@@ -388,8 +390,9 @@ class _Queue:
         executor: Executor,
         set_up: Callable[[Job], None],
         wanted: Collection[str] | None,
+        moved: Callable[[Job], str],
     ):
-        self.executor, self.set_up = executor, set_up
+        self.executor, self.set_up, self.moved = executor, set_up, moved
         todo = to_do(jobs, [job.key for job in jobs] if wanted is None else wanted)
         self.awaited = {key for job in todo.values() for key in job.waits}
         self._order = _order(jobs)
@@ -416,6 +419,9 @@ class _Queue:
             if self._made(job):  # by another study, meanwhile
                 self._end(job, Outcome(job, "there"))
                 continue
+            if why := self.moved(job):
+                self._end(job, Outcome(job, "failed", why=why))
+                continue
             slots = self.executor.choose(free, job.processes)
             if not slots:
                 return  # wait for others to end: smaller jobs could starve this one
@@ -435,7 +441,10 @@ class _Queue:
                 continue
             del self.running[key]
             job, seconds = running.job, time.monotonic() - running.started
-            if self._made(job):
+            if self._made(job) and (why := self.moved(job)):
+                discard(job)
+                self.outcomes[key] = Outcome(job, "failed", seconds, why)
+            elif self._made(job):
                 self.outcomes[key] = Outcome(job, "there" if status else "done", seconds)
             elif running.asked or in_use(job.path):  # by a job that a killed study left running
                 stopped.append(job)
@@ -501,15 +510,23 @@ def set_up(job: Job) -> None:
     job that is done but must be made again, because it is not whole, starts in an empty
     directory."""
     if job.done and not job.whole:
-        aside = job.path.with_name(f".{job.path.name}.{os.getpid()}.partial")
-        job.path.rename(aside)
-        shutil.rmtree(aside)
+        discard(job)
     if job.recipe is not None:
         job.path.parent.mkdir(parents=True, exist_ok=True)
         text = f"# {job.name}\n{toml_text(job.recipe)}"
         job.path.with_suffix(".toml").write_text(text, encoding="utf-8")
     elif job.stage:
         job.path.mkdir(parents=True, exist_ok=True)
+
+
+def discard(job: Job) -> None:
+    """Delete what a job has made."""
+    aside = job.path.with_name(f".{job.path.name}.{os.getpid()}.partial")
+    job.path.rename(aside)
+    if aside.is_dir():
+        shutil.rmtree(aside)
+    else:
+        aside.unlink()
 
 
 def run_plan(
@@ -534,6 +551,7 @@ def run_plan(
                 changed,
                 set_up,
                 wanted=plan.wanted,
+                moved=plan.moved,
                 pause=plan.root / "PAUSE",
                 tell=partial(say, error=True),
             )
