@@ -292,6 +292,20 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
         ("[50.0, 99.0]", '[50.0, "n/a"]', "'n/a', which is not a number"),
         ('each = "rate"', 'each = "start"', "compares a level with itself"),
         ('than.start = "scratch"', 'than.start = "pretrained"', "compares a level with itself"),
+        ('surgery = [{ op = "clean" }]', "", "both sides have the same runs"),
+        ('each = "rate"', "margin = 2", "margin=2 must be a fraction: 2 points are 0.02"),
+        ('columns = "rate"', 'columns = "rate"\nchance.low = 50', "50 points are 0.5"),
+        (
+            'better.start = "pretrained"\nthan.start = "scratch"\neach = "rate"',
+            'better = { start = "pretrained", rate = "low" }\nthan.rate = "low"',
+            "only one of better and than names start",
+        ),
+        (
+            "[[claims]]",
+            "[[curves]]\nname = 'x'\ntitle = 'x'\nstage = 'finetune'\nvalidation = 'acuracy'\n"
+            "panels = 'rate'\nlines = 'start'\n[[claims]]",
+            "curves x: finetune seed=0 start=pretrained rate=low will have no 'acuracy'",
+        ),
         ("vary.seed = [0, 1]", "vary.split = [0, 1]", "results.csv has a column of this one"),
         (
             "[[claims]]",
@@ -769,9 +783,7 @@ def test_a_copied_run_is_refused(file: Path, data: Path, tmp_path: Path) -> None
 
 
 def test_fine_tunings_go_before_the_next_pre_training(tmp_path: Path) -> None:
-    """This also holds if the plan lists them last. A store comes before the pre-trainings that
-    follow it.
-    """
+    """This also holds if the plan lists them last. A store comes before all pre-trainings."""
     store = job(tmp_path, "store", "")
     runs = [job(tmp_path, "a", ""), job(tmp_path, "b", "", "store"), job(tmp_path, "c", "")]
     runs += [job(tmp_path, f"{name}1", "", name) for name in "abc"]
@@ -785,7 +797,7 @@ def test_fine_tunings_go_before_the_next_pre_training(tmp_path: Path) -> None:
             executor.end(name)
 
     pool.run_jobs(jobs, executor, changed, lambda _: None, 0)
-    assert executor.started == ["a", "store", "b", "a1", "c", "b1", "c1"]
+    assert executor.started == ["store", "a", "b", "a1", "c", "b1", "c1"]
 
 
 def test_a_pause_stops_what_runs_and_loses_nothing(tmp_path: Path) -> None:

@@ -387,8 +387,9 @@ def _power(study: Study, claim: Claim) -> str:
     better, than = (seeds_of(study, table, side, SEED) for side in (claim.better, claim.than))
     pairs = len(better & than)
     tests = len(study.levels_of(table).get(claim.each) or ("",)) * study.registration.looks
+    margin = claim.margin * table.scale
     return (
-        f"margin {claim.margin:g}; with power {POWER:g}, {pairs} pairs detect a difference "
+        f"margin {margin:g}; with power {POWER:g}, {pairs} pairs detect a difference "
         f"{detectable(pairs, tests):.2f} standard deviations from the margin"
     )
 

@@ -35,7 +35,10 @@ from xformer.parallel.processes import TORCHRUN
 from xformer.recipe import LATER, Recipe
 from xformer.run import read_config
 from xformer.study.spec import (
+    METRIC,
     PLACE,
+    Claim,
+    Curves,
     Levels,
     Need,
     ScoreTable,
@@ -144,6 +147,10 @@ class Plan:
                         self.wanted.add(self._run(stage, levels).key)
             for table in study.tables:
                 self._check_metric(table)
+            for shown in study.curves:
+                self._check_curves(shown)
+            for claim in study.claims:
+                self._check_claim(claim)
         for job in self.jobs.values():
             self._check_run(job)
 
@@ -227,13 +234,33 @@ class Plan:
     def _check_metric(self, table: ScoreTable) -> None:
         """Refuse a metric that the runs of a table will not have."""
         for job, recipe, metric in self.shown_in(table):
-            pairs = recipe.get("masking", {}).get("pair_weight", 0) > 0
-            known, name = kind_of(recipe["head"], pairs).metrics, metric.rpartition(".")[2]
-            if table.split_of(metric) != "train" and name not in known:
-                raise BadInput(
-                    f"table {table.name}: {job.name} will have no {name!r}; it has "
-                    f"{', '.join(known)}"
-                )
+            if table.split_of(metric) != "train":
+                _check_scores(f"table {table.name}", job, recipe, metric.rpartition(".")[2])
+
+    def _check_curves(self, curves: Curves) -> None:
+        """Refuse a metric that no validation of the runs will have."""
+        for job in self.runs(curves.stage, curves.where):
+            metric = curves.validation
+            if not isinstance(metric, str):
+                metric = metric.get(job.levels[curves.panels], "")
+            if metric and job.recipe is not None:
+                _check_scores(f"curves {curves.name}", job, job.recipe, metric)
+
+    def _check_claim(self, claim: Claim) -> None:
+        """Refuse a claim that compares runs with themselves, because two levels have the same
+        settings."""
+        table = self.study.table(claim.table)
+
+        def keys(side: Levels) -> set[str]:
+            levels = {factor: level for factor, level in side.items() if factor != METRIC}
+            return {job.key for job in self.runs(table.stage, {**table.where, **levels})}
+
+        better, than = keys(claim.better), keys(claim.than)
+        if better and better == than and claim.better.get(METRIC) == claim.than.get(METRIC):
+            raise BadInput(
+                f"claim {claim.text!r}: both sides have the same runs, because their levels have "
+                "the same settings"
+            )
 
     def _check_run(self, job: Job) -> None:
         """Refuse a run that lies in the place of another: one in another precision (precision did
@@ -436,6 +463,14 @@ class Plan:
     def _read(self, path: Path, inputs: _Inputs) -> str:
         """The digest of a path that a job reads."""
         return inputs.reads.setdefault(path, self.digests.of(path))
+
+
+def _check_scores(place: str, job: Job, recipe: dict[str, Any], metric: str) -> None:
+    """Refuse a metric that a run with this recipe will not have."""
+    pairs = recipe.get("masking", {}).get("pair_weight", 0) > 0
+    known = kind_of(recipe["head"], pairs).metrics
+    if metric not in known:
+        raise BadInput(f"{place}: {job.name} will have no {metric!r}; it has {', '.join(known)}")
 
 
 def _files(directory: Path) -> Iterator[Path]:

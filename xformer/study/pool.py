@@ -469,15 +469,16 @@ class _Queue:
 
 
 def _order(jobs: Sequence[Job]) -> dict[str, tuple[int, int]]:
-    """The rank of each job, by key. A job with a longer chain of runs before it comes earlier;
-    ties keep the order of the plan. So the fine-tunings of a pre-training come before the next
-    pre-training, and results come early."""
+    """The rank of each job, by key. Stores and other things that wait for no run come first, so
+    that bad data is refused before any training. Then a job with a longer chain of runs before it
+    comes earlier; ties keep the order of the plan. So the fine-tunings of a pre-training come
+    before the next pre-training, and results come early."""
     runs: dict[str, int] = {}  # the longest chain of runs that ends with a job
     rank = {}
     for number, job in enumerate(jobs):  # what a job waits for comes before it
         before = max((runs[key] for key in job.waits), default=0)
         runs[job.key] = before + bool(job.stage)
-        rank[job.key] = (-before, number)
+        rank[job.key] = (-before if runs[job.key] else -len(jobs), number)
     return rank
 
 

@@ -316,8 +316,10 @@ def _detectable(verdict: Verdict) -> str:
 
 
 def _bootstrap(verdict: Verdict, shares: Shares) -> str:
-    """The multi-bootstrap of each part of a claim, "1.2 to 3.4 (p 0.012)", or why it has none."""
+    """The multi-bootstrap of each part of a claim, "1.2 to 3.4 (p 0.012)", or why it has none.
+    Without spread there is no p."""
     digits, texts = verdict.table.digits, []
+    against = f"p against {verdict.margin:g}:" if verdict.margin else "p"
     for level, *_ in verdict.parts:
         pairs = shares.pairs(verdict.table, *sides(verdict.claim, level))
         drawn = shares.bootstrap([*pairs.values()], verdict.margin)
@@ -325,7 +327,8 @@ def _bootstrap(verdict: Verdict, shares: Shares) -> str:
             texts.append(f"{level} no interval, {drawn}".lstrip())
             continue
         low, high = (f"{end:+.{digits}f}" for end in drawn.interval)
-        p = "" if verdict.claim.tie else f" ({words_of(drawn.p)})"
+        spread = drawn.interval[0] < drawn.interval[1]
+        p = f" ({words_of(drawn.p, against)})" if spread and not verdict.claim.tie else ""
         texts.append(f"{level} {low} to {high}{p}".lstrip())
     return "; ".join(texts)
 

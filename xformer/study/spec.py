@@ -655,6 +655,10 @@ def _bad_table(study: Study, table: ScoreTable) -> Iterator[str]:
     stage = study.stages[table.stage]
     every = set(map(str, stage.vary.get(table.columns, table.metric)))
     yield from (f"chance: {line}" for line in _unknown(table.chance, every))
+    for column, chance in table.chance.items():
+        if table.percent and abs(chance) >= 1:
+            fraction = f"{chance:g} points are {chance / 100:g}"
+            yield f"chance.{column}={chance:g} must be a fraction: {fraction}"
     if table.minus:
         lines = [*_unknown([table.minus], study.stages)]
         yield from lines or _unknown(study.stages[table.minus].vary, stage.vary)
@@ -707,6 +711,14 @@ def _bad_claim(study: Study, claim: Claim) -> Iterator[str]:
         yield f"say which {METRIC} of table {table.name}"
     if claim.tie and claim.margin <= 0:
         yield f"a tie needs a margin above 0, not {claim.margin:g}: how far apart the sides may be"
+    if table.percent and abs(margin := claim.margin) >= 1:
+        yield f"margin={margin:g} must be a fraction: {margin:g} points are {margin / 100:g}"
+    if one_sided := claim.better.keys() ^ claim.than.keys():
+        factor = min(one_sided)
+        yield (
+            f"only one of better and than names {factor}; the other would be the mean over all its "
+            f"levels: name one of {', '.join(levels[factor])}"
+        )
     if claim.better == claim.than or claim.each in {**claim.better, **claim.than}:
         yield "it compares a level with itself"
     for (factor, number), side in product(needed.items(), sides):
