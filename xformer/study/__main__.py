@@ -231,7 +231,7 @@ def _lacking(plan: Plan) -> list[str]:
     """A line for each need that is missing: what it is, and how to get it."""
     lines = []
     for name, need in plan.missing().items():
-        absent = f"{plan.absent[name]} does not exist" if plan.paths[name] else ""
+        absent = f"{plan.absent[name].absolute()} does not exist" if plan.paths[name] else ""
         parts = filter(None, (absent, need.about, typed(need.get)))
         lines.append(f"{name}: {'; '.join(parts)}; then needs.{name}=PATH")
     return lines
