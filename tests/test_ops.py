@@ -129,8 +129,8 @@ CASES = [
         for heads, size in ((2, 5), (3, 32))
         for window in (1, 5, 16, 63, 128, 2**29)
     ),
-    of_attention([4096], 1, 3),
-    of_attention([4096], 1, 3, window=64),
+    of_attention([1025], 1, 3),
+    of_attention([1025], 1, 3, window=64),
     of_attention([], 2, 8),
     of_attention([], 2, 8, more=5),
     of_attention([0, 0], 2, 8),
