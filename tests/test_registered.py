@@ -80,8 +80,8 @@ def test_the_commit_that_held_a_claim_first(file: Path) -> None:
     assert origins(file, "mini")[0][0].commit == second
 
     def words(first: int) -> str:
-        origin, runs = origins(file, "mini")
-        return origin[0].words(datetime.fromtimestamp(first, UTC), runs)
+        [(origin, runs)] = origins(file, "mini")
+        return origin.words(datetime.fromtimestamp(first, UTC), runs)
 
     assert words(1_000_000_300) == f"{second[:9]} of 2001-09-09 01:50"
     text = file.read_text()
@@ -111,6 +111,15 @@ def test_the_commit_that_held_a_claim_first(file: Path) -> None:
         changed = commit(file, 1_000_000_700)
         assert words(1_000_000_500).endswith(f"after the first result, in {changed[:9]}")
 
+    # nor does another stage, for which these runs do not wait
+    recipe = Path(__file__).parents[1] / "recipes/pretrain/smoke.toml"
+    other = f"[stages.other]\nrecipe = '{recipe}'\nsettings.optim.lr = 1.0\n\n[[tables]]"
+    file.write_text(text.replace("[[tables]]", other))
+    commit(file, 1_000_000_800)
+    file.write_text(file.read_text().replace("optim.lr = 1.0", "optim.lr = 2.0"))
+    commit(file, 1_000_000_810)
+    assert words(1_000_000_805) == f"{second[:9]} of 2001-09-09 01:50"
+
     # adding the seeds of a planned extension does not change them either; other seeds do
     for extension, ends in (("seeds 4 and 5", "02:01"), ("none", "in HEAD")):
         file.write_text(text.replace('extension = "none"', f'extension = "{extension}"'))
@@ -132,12 +141,12 @@ def test_odd_content_of_earlier_commits(file: Path) -> None:
     file.write_text(text)
     (file.parent / "data").unlink()
     second = commit(file, 1_000_000_100)
-    claims, runs = origins(file, "mini")
+    [(claim, runs)] = origins(file, "mini")
     assert runs.commit == second
-    assert claims[0].time is not None
+    assert claim.time is not None
     file.write_text(text.replace('get = "write it"', 'get = "write it"\npath = "micro/english"'))
     third = commit(file, 1_000_000_200)
-    assert origins(file, "mini")[1].commit == third  # the runs read something else
+    assert origins(file, "mini")[0][1].commit == third  # the runs read something else
 
 
 def test_a_side_branch_changes_nothing(file: Path) -> None:
@@ -155,8 +164,8 @@ def test_a_side_branch_changes_nothing(file: Path) -> None:
     commit(file, 1_000_000_200)
     git(file, "checkout", "--quiet", "main")
     git(file, "merge", "--quiet", "--no-edit", "side", when=1_000_000_300)
-    claims, runs = origins(file, "mini")
-    assert (claims[0].commit, runs.commit) == (first, first)
+    [(claim, runs)] = origins(file, "mini")
+    assert (claim.commit, runs.commit) == (first, first)
     shallow = file.parent.parent / "shallow"
     git(file, "clone", "--quiet", "--depth", "1", f"file://{file.parent}", str(shallow))
     words = origins(shallow / file.name, "mini")[0][0].words(None)

@@ -10,6 +10,7 @@ changed once results are known.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import subprocess
@@ -31,7 +32,7 @@ from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.study.plan import INTERVALS, Plan
 from xformer.study.results import Results, half_width
-from xformer.study.spec import SEED, Claim, Levels, ScoreTable, Study, seeds_of
+from xformer.study.spec import PLACE, SEED, Claim, Levels, ScoreTable, Study, seeds_of
 from xformer.study.statistics import (
     LEVEL,
     MOST,
@@ -229,12 +230,9 @@ def verdicts(results: Results) -> list[Verdict]:
     every = _over_study(tested, _looks(study))
     if study.registration is None:
         return every
-    of_claims, of_runs = origins(study.path, study.scale)
     return [
-        replace(
-            verdict, registered=origin.words(first_result(results.plan, verdict.table), of_runs)
-        )
-        for verdict, origin in zip(every, of_claims, strict=True)
+        replace(verdict, registered=origin.words(first_result(results.plan, verdict.table), runs))
+        for verdict, (origin, runs) in zip(every, origins(study.path, study.scale), strict=True)
     ]
 
 
@@ -337,28 +335,27 @@ class Origin:
         return when
 
 
-def origins(path: Path, scale: str) -> tuple[list[Origin], Origin]:
-    """The origin of each claim of a study file at a scale, in order, and that of the settings of
-    its runs (`_same_runs`). Times are in UTC."""
-    claims, runs = _content(path, scale)
-    wanted = [*claims, runs]
-    oldest = [Origin() for _ in wanted]
+def origins(path: Path, scale: str) -> list[tuple[Origin, Origin]]:
+    """For each claim of a study file at a scale, in order: its origin, and that of the settings of
+    the runs that decide it (`_same_runs`). Times are in UTC."""
+    now = _content(path, scale)
+    claims, settings = now
+    oldest = [Origin() for _ in (*claims, *claims)]  # of the claims, then of their runs
     top = _git(path.resolve().parent, "rev-parse", "--show-toplevel")
     if top is None:
-        return oldest[:-1], oldest[-1]
+        return list(zip(oldest, oldest, strict=True))[: len(claims)]
     root = Path(top.decode().strip()).resolve()
-    folders = _folders(path, runs, root)
+    folders = _folders(path, settings, root)
     # parents are those in a history of these folders alone; children come before parents
     log = _git(root, "rev-list", "--topo-order", "--timestamp", "--parents", "HEAD", "--", *folders)
     shallow = (_git(root, "rev-parse", "--is-shallow-repository") or b"").strip() == b"true"
     left: dict[str, set[int]] = {}  # by commit: what all commits on some path to it hold
     for number, line in enumerate((log or b"").decode().splitlines()):
         seconds, commit, *parents = line.split()
-        still = set(range(len(wanted))) if number == 0 else left.get(commit, set())
+        still = set(range(len(oldest))) if number == 0 else left.get(commit, set())
         if still:
-            held = _at(root, commit, folders, path.resolve().relative_to(root), scale)
-            same = {len(claims)} if held and _same_runs(runs, held[-1], claims) else set()
-            still = {i for i in still if wanted[i] in held} | (still & same)
+            then = _at(root, commit, folders, path.resolve().relative_to(root), scale)
+            still = still & _held(now, then) if then is not None else set()
         time = datetime.fromtimestamp(int(seconds), UTC)
         for i in still:
             known = oldest[i].time
@@ -366,7 +363,7 @@ def origins(path: Path, scale: str) -> tuple[list[Origin], Origin]:
                 oldest[i] = Origin(commit, time, shallow and not parents)
         for parent in parents:
             left[parent] = left.get(parent, set()) | still
-    return oldest[:-1], oldest[-1]
+    return list(zip(oldest[: len(claims)], oldest[len(claims) :], strict=True))
 
 
 def registration_lines(study: Study) -> list[str]:
@@ -374,7 +371,7 @@ def registration_lines(study: Study) -> list[str]:
     if study.registration is None:
         return []
     lines = ["", f"registered: {study.registration.words()}"]
-    for claim, origin in zip(study.claims, origins(study.path, study.scale)[0], strict=True):
+    for claim, (origin, _) in zip(study.claims, origins(study.path, study.scale), strict=True):
         lines.append(f"  {claim.text} ({_power(study, claim)}): {origin.words(None)}")
     return [*lines, ""]
 
@@ -410,7 +407,10 @@ def first_result(plan: Plan, table: ScoreTable) -> datetime | None:
     return datetime.fromtimestamp(min(ends), UTC) if ends else None
 
 
-def _content(path: Path, scale: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+Content = tuple[list[dict[str, Any]], dict[str, Any]]  # claims, and settings of runs
+
+
+def _content(path: Path, scale: str) -> Content:
     """Each claim with all that decides it, and the settings of the runs, as the file has them."""
     values = read_recipe(path)
     scales = values.pop("scales", {})
@@ -449,21 +449,29 @@ def _deciding(settings: Any) -> Any:
     return kept
 
 
-def _same_runs(now: dict[str, Any], then: dict[str, Any], claims: list[dict[str, Any]]) -> bool:
-    """Whether the runs of an earlier commit still have the same settings. It does not count as a
-    change to add stages, stores, the seeds of a planned extension, or a level of a factor whose
-    level every claim names on both sides."""
-    now = deepcopy(now)
-    registrations = [claim["registration"] or {} for claim in claims]
-    extended = any(one.get("extension", "none") != "none" for one in registrations)
+def _held(now: Content, then: Content) -> set[int]:
+    """The numbers of the claims that an earlier commit holds; and, counted on from the last claim,
+    of those whose runs had the same settings."""
+    claims = now[0]
+    held = {i for i, claim in enumerate(claims) if claim in then[0]}
+    same = {i for i, claim in enumerate(claims) if _same_runs(now[1], then[1], claim)}
+    return held | {len(claims) + i for i in same}
+
+
+def _same_runs(now: dict[str, Any], then: dict[str, Any], claim: dict[str, Any]) -> bool:
+    """Whether the runs that decide a claim had the same settings in an earlier commit: those of its
+    table's stages, and all that these wait for. It does not count as a change to add stages,
+    stores, the seeds of a planned extension, or a level of a factor whose level the claim names on
+    both sides."""
+    names = _places(now, claim)
+    now, then = deepcopy(_part(now, names)), _part(then, names)
+    extended = (claim["registration"] or {}).get("extension", "none") != "none"
     with suppress(AttributeError, TypeError, KeyError):  # it had another form then
         for part in ("stages", "made", "needs", "recipes"):
             _drop(now[part], then[part])
         for name, stage in now["stages"].items():
             for factor, levels in stage.get("vary", {}).items():
-                named = all(
-                    factor in claim["better"] and factor in claim["than"] for claim in claims
-                )
+                named = factor in claim["better"] and factor in claim["than"]
                 before = then["stages"][name].get("vary", {}).get(factor)
                 if named and isinstance(levels, dict) and isinstance(before, dict):
                     _drop(levels, before)
@@ -471,6 +479,37 @@ def _same_runs(now: dict[str, Any], then: dict[str, Any], claims: list[dict[str,
                 if lists and (named or (extended and factor == SEED)):
                     levels[:] = [level for level in levels if level in before]
     return now == then
+
+
+def _places(settings: dict[str, Any], claim: dict[str, Any]) -> dict[str, set[str]]:
+    """The names of the stages, made things, needs, recipes and factors that decide a claim."""
+    decided = claim["decided by"]
+    names: dict[str, set[str]] = {part: set() for part in settings}
+    left = [("stages", decided.get(part)) for part in ("stage", "minus")]
+    while left:
+        part, name = left.pop()
+        if name in names[part] or name not in settings[part]:
+            continue
+        names[part].add(name)
+        content = settings[part][name]
+        if part == "stages":
+            names["recipes"].add(content.get("recipe", ""))
+            names["levels"] |= set(content.get("vary", {}))
+        if part == "made" and "same" in content:
+            left.append(("made", content["same"]))
+        places = PLACE.findall(json.dumps(content))
+        left += [({"stage": "stages", "need": "needs"}.get(k, k), of) for k, of, *_ in places]
+    return names
+
+
+def _part(settings: dict[str, Any], names: dict[str, set[str]]) -> dict[str, Any]:
+    """The settings under these names; a part that once had another form stays whole."""
+    return {
+        part: {name: own[name] for name in own if name in names[part]}
+        if isinstance(own, dict)
+        else own
+        for part, own in settings.items()
+    }
 
 
 def _drop(now: dict[str, Any], then: dict[str, Any]) -> None:
@@ -486,21 +525,20 @@ def _folders(path: Path, runs: dict[str, Any], root: Path) -> list[str]:
     return sorted(str(one.relative_to(root)) for one in every if one.is_relative_to(root))
 
 
-def _at(root: Path, commit: str, folders: list[str], path: Path, scale: str) -> list[Any]:
-    """What a commit holds: the claims, and the settings of the runs. Nothing if the study is not
+def _at(root: Path, commit: str, folders: list[str], path: Path, scale: str) -> Content | None:
+    """What a commit holds: the claims, and the settings of the runs. None if the study is not
     there, or is in a form that is not read any more."""
     archive = _git(root, "archive", commit, *folders)
     if archive is None:
-        return []
+        return None
     with tempfile.TemporaryDirectory(prefix="xformer-") as directory:
         with tarfile.open(fileobj=BytesIO(archive)) as files:
             recipes = [one for one in files if one.isfile() and one.name.endswith(".toml")]
             files.extractall(directory, recipes, filter="data")
         try:
-            claims, runs = _content(Path(directory) / path, scale)
+            return _content(Path(directory) / path, scale)
         except (BadInput, OSError, ValueError, LookupError, TypeError, AttributeError):
-            return []
-    return [*claims, runs]
+            return None
 
 
 def _git(directory: Path, *arguments: str) -> bytes | None:
