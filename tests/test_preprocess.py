@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -422,6 +423,29 @@ def test_task_options(base, tmp_path):
     assert store.tokenizer().decode(rows(store, "train")[0]) == "it's; quoted"
     assert store.labels == ["b", "c", "a"]
     assert store.split("train").columns["label"].tolist() == [0, 2]
+
+
+def test_quotes_that_csv_wrote_between_tabs_are_noted(base, tmp_path, capsys, monkeypatch):
+    """A .tsv is read without quotes, as GLUE's files must be. The note is printed once, and only if
+    nobody chose."""
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    with (raw / "train.tsv").open("w", newline="") as out:
+        writer = csv.writer(out, delimiter="\t")
+        writer.writerows([["sentence", "label"], ["plain", "a"], ['he said "yes"', "b"]])
+    line = ["task", "tsv", "--input", raw, "--tokenizer", base / "bpe", "--overwrite"]
+    line += ["--text", "sentence", "--label", "label", "--output", tmp_path / "s"]
+    for more, notes, text in (
+        ([], 1, '"hesaid""yes"""'),
+        (["--quoting", '"'], 0, 'hesaid"yes"'),
+        (["--quoting", "none"], 0, '"hesaid""yes"""'),
+    ):
+        here(monkeypatch, *line, *more)
+        note = "cells in quotes are read with their quotes (from line 3)"
+        assert capsys.readouterr().err.count(note) == notes
+        store = open_store(tmp_path / "s")
+        words = store.tokenizer().decode(rows(store, "train")[1])
+        assert "".join(words.split()) == text
 
 
 # ------------------------------------------------------------------------------ task dna/splice

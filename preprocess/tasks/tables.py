@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from xformer.data.display import say
 from xformer.data.errors import BadInput, lacks
 
 from ..bad import BadRows
@@ -31,19 +32,26 @@ class Form:
     """How the lines of a delimited file are split into columns.
 
     Without a `header` the columns are called "1", "2" and so on. `hint` is added to the message
-    about a line that does not fit.
+    about a line that does not fit. With `guessed` nobody chose `quote`.
     """
 
     delimiter: str
     quote: str | None
     header: bool = True
     hint: str = ""
+    guessed: bool = False
 
     @classmethod
     def of(cls, path: Path) -> Form:
         """The usual form for a file's name: commas and quotes for .csv, else tabs and no quotes (as
         in GLUE)."""
         return cls(",", '"') if extension(path) == ".csv" else cls("\t", None)
+
+
+def _from_csv(cell: str) -> bool:
+    """Whether a cell is one that csv writes for a text with quotes in it, such as "a ""b"" c"."""
+    inner = cell[1:-1]
+    return cell[:1] == cell[-1:] == '"' and '""' in inner and '"' not in inner.replace('""', "")
 
 
 def extension(path: Path) -> str:
@@ -83,6 +91,7 @@ class RowTable:
     def __init__(self, path: Path, form: Form | None = None, lists: Sequence[str] = ()):
         self.path, self.form, self.lists = path, form or Form.of(path), lists
         self.kind = extension(path)
+        self.noted = False  # whether the user knows of cells in quotes
         # a bad header is an error here; a bad first row is reported later, by `rows`
         bad = BadRows(skip=self.kind in (".jsonl", ".json") or not self.form.header)
         if self.kind == ".parquet":
@@ -158,9 +167,20 @@ class RowTable:
         if self.form.quote is not None:
             yield from self._quoted(self.form.quote, bad)
             return
+        quoted = 0  # the first line with a cell that csv must have written
         for number, line in read_lines(self.path, bad):
             if line:
-                yield number, line.split(self.form.delimiter)
+                row = line.split(self.form.delimiter)
+                if not quoted and '""' in line and any(map(_from_csv, row)):
+                    quoted = number
+                yield number, row
+        if quoted and self.form.guessed and not self.noted:
+            self.noted = True
+            say(
+                f"note: {self.path}: cells in quotes are read with their quotes (from line "
+                f"{quoted}); if a program for csv wrote them, give --quoting '\"'",
+                error=True,
+            )
 
     def _quoted(self, quote: str, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
         """`delimited` for files with quotes, in which a row may span several lines."""

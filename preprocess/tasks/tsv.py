@@ -103,7 +103,8 @@ def form_of(path: Path, arguments: argparse.Namespace) -> Form:
     if quote != "none" and len(quote) != 1:
         raise BadInput(f"--quoting {arguments.quoting!r} is neither one character nor none")
     hint = "; see --quoting, --delimiter"
-    return Form(delimiter, None if quote == "none" else quote, not arguments.no_header, hint)
+    own = None if quote == "none" else quote
+    return Form(delimiter, own, not arguments.no_header, hint, guessed=not arguments.quoting)
 
 
 def open_tables(
