@@ -38,6 +38,7 @@ from xformer.data.store import Ragged, Split
 from xformer.evaluate import fill_mask
 from xformer.model.config import ModelConfig
 from xformer.parallel.feed import to_device
+from xformer.texts import pack
 
 ROBERTA = [*tokenizers.ROBERTA_SPECIAL.values()]
 CAMEMBERT = ["<s>NOTUSED", "<pad>", "</s>NOTUSED", "<unk>", "<unk>NOTUSED", "<s>", "</s>"]
@@ -513,6 +514,57 @@ def test_transformers_gives_the_same_ids(
     assert len(theirs) == len(ours)
     again = published.import_tokenizer(tmp_path)
     assert again.fingerprint == ours.fingerprint
+
+
+def general(source: Path) -> None:
+    """Save a BERT's tokenizer under the general class, which gives no segments."""
+    transformers = pytest.importorskip("transformers")
+    transformers.BertTokenizer.from_pretrained(source).save_pretrained(source)
+    options = read_json(source / "tokenizer_config.json")
+    write_json(
+        source / "tokenizer_config.json", options | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    )
+
+
+def unnumbered(source: Path) -> None:
+    """Let a BERT's tokenizer give no segments."""
+    names = ["input_ids", "attention_mask"]
+    options = {"tokenizer_class": "BertTokenizer", "model_input_names": names}
+    write_json(source / "tokenizer_config.json", options)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "segments"),
+    [
+        ("Bert", None, True),
+        ("Bert", unnumbered, False),
+        ("Bert", general, False),
+        ("Roberta", None, False),
+    ],
+)
+def test_a_pair_has_the_segments_of_the_published_tokenizer(
+    name: str, change: Callable[[Path], None] | None, segments: bool, tmp_path: Path
+) -> None:
+    """So the source, the checkpoint and the export give the same outputs."""
+    transformers = pytest.importorskip("transformers")
+    theirs = tiny(f"{name}ForSequenceClassification", tmp_path / "source", type_vocab_size=2)
+    if change is not None:
+        change(tmp_path / "source")
+    exported = there_and_back(tmp_path / "source", tmp_path)
+    ours = checkpoints.load(tmp_path / "ours")
+    batch = pack(ours.tokenizer, ["w3 w4"], texts_b=["w5 a"])
+    assert batch.segments.any() == segments
+    with torch.no_grad():
+        outputs = [ours.model().eval().logits(batch)]
+        for directory in (tmp_path / "source", exported):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+            given = tokenizer(["w3 w4"], ["w5 a"], return_tensors="pt")
+            assert ("token_type_ids" in given) == segments
+            outputs.append(theirs(**given).logits)
+    for other in outputs[1:]:
+        assert torch.allclose(outputs[0], other, rtol=1e-5, atol=1e-5)
+    # a checkpoint of an earlier version does not say
+    assert tokenizers.Tokenizer(ours.tokenizer.meta, ours.tokenizer._model).segments
 
 
 @pytest.mark.parametrize("name", ["Bert", "Roberta"])

@@ -296,7 +296,8 @@ class Assembler:
                 tokens[second - i] = special["sep"]
             source = ragged_arange(columns["tokens_b"].offsets[rows], b)
             tokens[ragged_arange(second, b)] = self._ids(columns["tokens_b"], source)
-            segments[ragged_arange(second, b + 1)] = 1
+            if self.tokenizer.segments:
+                segments[ragged_arange(second, b + 1)] = 1
         labels = self._labels(rows, second - starts, b) if "label" in columns else None
         places, targets = self._tags(rows, starts, a) if self.labels_words else (None, None)
         return Batch(

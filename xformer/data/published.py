@@ -14,7 +14,8 @@ or added_tokens.json. The ids are those of `transformers` for the same files, wi
 special token that is spelled out in a text is split like any other text.
 
 An export repeats the other settings of the files: how special tokens treat the space beside them,
-further special tokens, and the options in KEPT.
+further special tokens, the options in KEPT, and whether the texts of a pair have segments
+(`token_type_ids` in model_input_names, or else the default of the class).
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ CLASSES = re.compile(
     r"|PreTrainedTokenizerFast|TokenizersBackend|EsmTokenizer"
 )
 ESM_CLASS = "EsmTokenizer"
+# How the classes and model types begin whose tokenizers number the texts of a pair. AlbertTokenizer
+# does so only before version 5 of `transformers`, but ALBERTs were trained with these numbers.
+SEGMENTS = re.compile(r"bert|electra|mobilebert|squeezebert|albert")
 UNIGRAM_CLASSES = {"xlm-roberta": "XLMRobertaTokenizer", "camembert": "CamembertTokenizer"}
 # the options of tokenizer_config.json that change ids
 OPTIONS = (
@@ -123,6 +127,8 @@ class _Source:
         for option in OPTIONS:
             if not isinstance(options.get(option), bool | None):
                 raise BadInput(f"{file}: {option} is {options[option]!r}; it must be true or false")
+        if not isinstance(names := options.get("model_input_names"), list | None):
+            raise BadInput(f"{file}: model_input_names is {names!r}; it must be a list of names")
         return {**_normalisation(self.fast), **options}
 
     @cached_property
@@ -155,15 +161,32 @@ class _Source:
         }
 
     @property
-    def is_camembert(self) -> bool:
-        """Whether a sentencepiece.bpe.model is CamemBERT's and not XLM-RoBERTa's. The model itself
-        does not say."""
+    def name(self) -> str:
+        """The tokenizer_class, or else the model_type of config.json, in lower case; "" if the
+        files have neither."""
         name = self.options.get("tokenizer_class")
         file = self.beside("config.json")
         if name is None and file.is_file():
             config = read_json(file)
             name = config.get("model_type") if isinstance(config, dict) else None
-        return str(name).lower().startswith("camembert")
+        return str(name or "").lower()
+
+    @property
+    def is_camembert(self) -> bool:
+        """Whether a sentencepiece.bpe.model is CamemBERT's and not XLM-RoBERTa's. The model itself
+        does not say."""
+        return self.name.startswith("camembert")
+
+    @property
+    def input_names(self) -> list[str] | None:
+        """What the published tokenizer gives to the model. None if the files do not say."""
+        names = self.options.get("model_input_names")
+        if names is not None:
+            return list(map(str, names))
+        if not self.name:
+            return None
+        segments = bool(SEGMENTS.match(self.name))
+        return ["input_ids", *["token_type_ids"] * segments, "attention_mask"]
 
     def lowercase(self) -> bool:
         """Whether text is lower-cased: as the files say, or else as the user says."""
@@ -202,6 +225,8 @@ def import_tokenizer(path: str | Path, cased: bool = False) -> Tokenizer:
         if token["special"]
     }
     tokenizer.published |= {"special": flags} if flags else {}
+    names = source.input_names
+    tokenizer.published |= {"model_input_names": names} if names is not None else {}
     return tokenizer
 
 
@@ -529,10 +554,11 @@ def export_tokenizer(
     around a text or a pair. There, a special token that is spelled out in a text gets its id.
     `longest` is the length limit of a row, special tokens included; a limit that the publisher
     gave takes precedence. `segments` says whether the model has different segments for the texts of
-    a pair.
+    a pair. They are left out if the published tokenizer gave none.
     """
     from tokenizers import processors
 
+    segments = segments and tokenizer.segments
     if tokenizer.meta["special"] == ESM_SPECIAL:
         _export_esm(tokenizer, Path(directory), longest)
         return

@@ -110,6 +110,12 @@ class Tokenizer:
         return bool(mask["lstrip"]) if mask else self.kind == "bpe"
 
     @property
+    def segments(self) -> bool:
+        """Whether the second text of a pair has the segment 1. If the published tokenizer gave the
+        model no segments, both texts have the segment 0."""
+        return "token_type_ids" in self.published.get("model_input_names", ["token_type_ids"])
+
+    @property
     def rules(self) -> dict[str, Any]:
         """The content of tokenizer.json, for the tokenizers that have this file."""
         return dict(json.loads(self._model.to_str()))
