@@ -461,13 +461,16 @@ def test_stats(
 # ------------------------------------------------------------------------------ predictions
 
 
-def predicted(store: Store | None, path: Path, bpe: Path, output: Path) -> Store:
+def predicted(
+    store: Store | None, path: Path, bpe: Path, output: Path, given: tuple[str, ...] = ()
+) -> Store:
     """The store of a file's raw rows, for a checkpoint that was trained on `store`. If `store` is
     None, the checkpoint does not say its columns."""
     columns = None if store is None else store.meta["origin"]["columns"]
     head = {"kind": "choice", "labels": list[str](), "pair": True, "max_tokens": 64}
     shutil.rmtree(output, ignore_errors=True)
-    predict.write_rows(path, head | {"columns": columns}, tokenizers.load_tokenizer(bpe), output)
+    head |= {"columns": columns}
+    predict.write_rows(path, head, tokenizers.load_tokenizer(bpe), output, given)
     return open_store(output)
 
 
@@ -518,6 +521,15 @@ def test_rows_to_predict_without_a_header(
     made = predicted(None, path, bpe, tmp_path / "new")
     assert made.choices == 2
     assert shown(made) == [("she", ["up", "down"], -1)]
+
+
+def test_columns_of_an_imported_head(make: Make, tmp_path: Path, bpe: Path) -> None:
+    """It does not say its columns: the user names the context and then the endings."""
+    path = write(tmp_path / "new.csv", [{"q": "she", "a": "up", "b": "down"}])
+    made = predicted(None, path, bpe, tmp_path / "new", ("q", "a", "b"))
+    assert shown(made) == [("she", ["up", "down"], -1)]
+    with pytest.raises(BadInput, match="columns= names 1 column, but a row needs 2"):
+        predicted(None, path, bpe, tmp_path / "new", ("q",))
 
 
 @pytest.mark.parametrize(

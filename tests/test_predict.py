@@ -203,6 +203,24 @@ def test_older_checkpoints_read_by_their_columns(
     assert answers(predict(forks, old, data.raw / "pairs/test.tsv")) == expected
 
 
+def test_two_columns_make_a_pair_of_an_imported_head(
+    data: Toys, learned: dict[str, Path], forks: Forks, tmp_path: Path
+) -> None:
+    """A published model does not say whether its classes are those of a text or of a pair."""
+    checkpoint = checkpoints.load(learned["pairs"])
+    assert checkpoint.head is not None
+    head = replace(checkpoint.head, columns=None, pair=False)
+    checkpoints.save(replace(checkpoint, head=head), tmp_path / "imported")
+    expected = answers(of_split(forks, learned["pairs"], data.pairs, "test"))
+    file = data.raw / "pairs/test.tsv"
+    both = 'columns=["left", "right"]'
+    assert answers(predict(forks, tmp_path / "imported", file, both)) == expected
+    one = predict(forks, tmp_path / "imported", file, "columns=left")
+    assert "input_b" not in one[0]
+    done = forks.run("evaluate.py", tmp_path / "imported", f"input={file}", 'columns=["a","b","c"]')
+    refused(done, "columns= names 3 columns, but a row needs 1")
+
+
 def test_real_sequences(shared: Path, forks: Forks, tmp_path: Path) -> None:
     """Published files (E. coli promoters in csv, GFP in JSON lines, proteins in FASTA) give the
     predictions of their stores."""

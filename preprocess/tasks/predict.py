@@ -70,13 +70,16 @@ def write_rows(
     """Encode the rows of a file as the split `input` of a new store at `output`.
 
     `head` is the checkpoint's head as a dict, `tokenizer` that of its training data. `given` are
-    the columns of the file that hold the texts, if they are not those of training. `key` is the
+    the columns of the file that hold the texts, if they are not those of training. An imported head
+    records no columns: two that are given make its rows pairs. `key` is the
     column that names each row; by default the one of --id in training, or else `id`, if the file
     has it. The columns `input` and `input_b` hold the texts as they were read. Raises BadInput
     naming file and line of a row that cannot be read.
     """
-    pair = head["pair"] or head["kind"] == "choice"
     labels, recorded = list(head["labels"]), head["columns"] or {}
+    pair = head["pair"] or head["kind"] == "choice"
+    if not recorded and head["kind"] in ("classify", "regress"):  # an imported head: the user says
+        pair = pair or len(given) == 2
     record = HeadRecord(head["kind"], labels, pair, head["max_tokens"], recorded, given, key)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise BadInput(f"{path} is a device or a pipe, which cannot be read twice; give a file")
@@ -188,11 +191,12 @@ def _texts(path: Path, head: HeadRecord) -> Iterator[Row]:
 def _choice_questions(path: Path, head: HeadRecord) -> Iterator[Row]:
     """Rows with a context and its endings, in the columns of training.
 
-    If the checkpoint does not record them, they are `context`, and `endings` with a list.
+    If the checkpoint does not record them, they are those that the user gives, the context first.
+    Without these they are `context`, and `endings` with a list.
     """
-    options = head.options
+    options, given = head.options, head.given if len(head.given) > 1 else ("context", "endings")
     columns = choice.QuestionColumns(
-        options.get("context") or ["context"], options.get("endings") or ["endings"]
+        options.get("context") or given[:1], options.get("endings") or given[1:]
     )
     form = tsv.form_of(path, Namespace(**options)) if head.task == "choice" else None
     names = [[name] for name in columns.names]
