@@ -567,6 +567,34 @@ def test_a_pair_has_the_segments_of_the_published_tokenizer(
     assert tokenizers.Tokenizer(ours.tokenizer.meta, ours.tokenizer._model).segments
 
 
+@pytest.mark.parametrize("slow", [True, False])
+@pytest.mark.parametrize("name", ["Bert", "Roberta"])
+def test_special_tokens_may_follow_added_words(name: str, slow: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tiny(f"{name}Model", tmp_path / "source", vocab_size=PIECES + 4)
+    theirs = getattr(transformers, f"{name}Tokenizer").from_pretrained(tmp_path / "source")
+    theirs.add_tokens(["newtok"])
+    theirs.add_special_tokens({"additional_special_tokens": ["<e1>"]})
+    theirs.add_tokens(["last"])
+    theirs.save_pretrained(tmp_path / "source")
+    if slow:  # the words are in tokenizer_config.json only
+        state = read_json(tmp_path / "source/tokenizer.json")["added_tokens"]
+        (tmp_path / "source/tokenizer.json").unlink()
+        options = read_json(tmp_path / "source/tokenizer_config.json")
+        options["added_tokens_decoder"] = {str(token.pop("id")): token for token in state}
+        write_json(tmp_path / "source/tokenizer_config.json", options)
+    exported = there_and_back(tmp_path / "source", tmp_path)
+    ours = checkpoints.load(tmp_path / "ours").tokenizer
+    again = transformers.AutoTokenizer.from_pretrained(exported)
+    assert len(ours) == len(again) == len(theirs) == PIECES + 3
+    text = "w3 newtok a newtoks lastw4 last"
+    expected = theirs(text, add_special_tokens=False)["input_ids"]
+    assert ours.encode_batch([text])[0].tolist() == expected
+    assert again(text, add_special_tokens=False)["input_ids"] == expected
+    assert again.convert_tokens_to_ids("<e1>") == theirs.convert_tokens_to_ids("<e1>")
+    assert hf.from_hf(exported).checkpoint.tokenizer.fingerprint == ours.fingerprint
+
+
 @pytest.mark.parametrize("name", ["Bert", "Roberta"])
 def test_an_extended_vocabulary_survives_a_round_trip(name: str, tmp_path: Path) -> None:
     """It has added words and special tokens. How these treat the spaces beside them, and the other

@@ -359,6 +359,9 @@ def _tokenizer_json(source: _Source) -> Tokenizer:
         if kind == "bpe" and BERT_SPECIAL["cls"] in special:
             # ModernBERT's special tokens and added words take turns at the end of the vocabulary
             special = {piece: token["id"] for piece, token in source.added.items()}
+        else:  # words that special tokens follow are put into the vocabulary, too
+            last = max(special.values(), default=-1)
+            special |= {p: t["id"] for p, t in source.added.items() if 0 <= t["id"] < last}
         vocabulary = _vocabulary(source.file, {**special, **model["vocab"]})
         if kind == "wordpiece":
             return _wordpiece(source, vocabulary)
@@ -445,11 +448,13 @@ def _normalisation(fast: Any) -> dict[str, Any]:
 
 def _added_words(source: _Source, vocabulary: dict[str, int]) -> list[Any]:
     """The words that were added to a vocabulary. Special tokens that follow its last id are put
-    into it. Raises BadInput unless the ids of the words follow the vocabulary's last id."""
+    into it, with the words before them. Raises BadInput unless the ids of the other words follow
+    the vocabulary's last id."""
     from tokenizers import AddedToken
 
+    last = max((token["id"] for token in source.added.values() if token["special"]), default=-1)
     for piece, token in source.added.items():
-        if token["special"] and token["id"] == len(vocabulary):
+        if token["id"] <= last and token["id"] == len(vocabulary):
             vocabulary.setdefault(piece, len(vocabulary))
     words, end = [], len(vocabulary)
     for piece, token in source.added.items():
