@@ -220,6 +220,19 @@ def test_one_output_is_a_score_if_the_config_says_so(name: str, tmp_path: Path) 
     assert hf.from_hf(tmp_path).checkpoint.head is None
 
 
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "ModernBert"])
+@pytest.mark.parametrize("problem", ["multi_label_classification", "regression"])
+def test_a_text_has_one_label_or_one_score(name: str, problem: str, tmp_path: Path) -> None:
+    """A head of another kind, or no head, does not read problem_type."""
+    tiny(f"{name}ForSequenceClassification", tmp_path, problem_type=problem)
+    more = " with 4 outputs" if problem == "regression" else ""
+    with pytest.raises(errors.BadInput, match=f"problem_type {problem}{more} is not supported; a"):
+        hf.from_hf(tmp_path)
+    for kind in ("Model", "ForTokenClassification"):
+        tiny(f"{name}{kind}", tmp_path / kind, problem_type=problem)
+        assert hf.from_hf(tmp_path / kind).left == []
+
+
 def test_robertas_fixed_activation_concerns_only_its_mlm_head(tmp_path: Path) -> None:
     tiny("RobertaForSequenceClassification", tmp_path, hidden_act="gelu_new")
     imported = hf.from_hf(tmp_path).checkpoint
@@ -404,10 +417,10 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         "model_type None is not supported; bert, ro",
     ),
     "another family": (config(model_type="gpt2"), "model_type 'gpt2' is not supported; bert"),
-    "a decoder": (config(is_decoder=True), "only encoders with absolute positions"),
+    "a decoder": (config(is_decoder=True), "is_decoder=True is not supported; only encoders are"),
     "relative positions": (
         config(position_embedding_type="relative_key"),
-        "only encoders with absolute positions",
+        "position_embedding_type='relative_key' is not supported; it must be 'absolute'",
     ),
     "another activation": (
         config(hidden_act="silu"),
@@ -505,10 +518,6 @@ BAD |= {
     "an empty index": (
         sharded(lambda places, source: places.clear()),
         "index.json has no weight_map",
-    ),
-    "several labels at once": (
-        config(problem_type="multi_label_classification"),
-        "problem_type multi_label_classification is not supported",
     ),
     "more positions than there are numbers": (
         config(max_position_embeddings=2**63),

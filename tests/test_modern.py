@@ -116,6 +116,26 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
         lambda d: changed_config(d, mlp_dropout=0.2),
         "mlp_dropout=0.2 must be equal to embedding_dropout=0.0",
     ),
+    "a decoder without a bias": (
+        "ModernBertForMaskedLM",
+        lambda d: changed_config(d, decoder_bias=False),
+        "decoder_bias=False is not supported; it must be True",
+    ),
+    "a head with a bias": (
+        "ModernBertForSequenceClassification",
+        lambda d: changed_config(d, classifier_bias=True),
+        "classifier_bias=True is not supported; it must be False",
+    ),
+    "a head with another activation": (
+        "ModernBertForTokenClassification",
+        lambda d: changed_config(d, classifier_activation="relu"),
+        "classifier_activation='relu' must be equal to hidden_activation='gelu'",
+    ),
+    "a window of one token": (
+        "ModernBertModel",
+        lambda d: changed_config(d, local_attention=1),
+        "local_attention=1 is not supported; it must be a number of tokens, at least 2",
+    ),
     "mean over tokens": (
         "ModernBertForSequenceClassification",
         lambda d: changed_config(d, classifier_pooling="mean"),
@@ -149,6 +169,14 @@ def test_what_is_not_supported_is_refused_in_one_line(case: str, tmp_path: Path)
         hf.from_hf(tmp_path)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_settings_of_heads_do_not_matter_without_the_head(tmp_path: Path) -> None:
+    changes = {"decoder_bias": False, "classifier_activation": "relu", "classifier_bias": True}
+    tiny("ModernBertModel", tmp_path / "base", **changes)
+    assert hf.from_hf(tmp_path / "base").checkpoint.head is None
+    tiny("ModernBertForTokenClassification", tmp_path / "tag", decoder_bias=False)
+    assert hf.from_hf(tmp_path / "tag").lacking == ["MLM head"]
 
 
 def test_a_base_model_may_pool_as_it_likes(tmp_path: Path) -> None:

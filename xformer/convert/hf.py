@@ -95,8 +95,9 @@ def from_hf(directory: str | Path, repository: str = "") -> Imported:
     tied = drop_tied_copies(source, family, file)
     config, frequencies = modern.take_frequencies(source, family, config, file)
     head, head_names, lacking = _find_heads(source, meta, config, family)
-    if (task := task_of(head)) is not None and task.reads_pooled:
-        modern.check_pooling(family, meta, directory / "config.json")
+    if (task := task_of(head)) is not None:
+        _check_head(task, family, meta, _count_outputs(source, family.classify))
+        modern.check_head(task, family, meta, directory / "config.json")
     weights, used, left = _take_weights(source, family, config, head, head_names, file)
     tokenizer = published.import_tokenizer(directory)
     if len(tokenizer) > config.vocab_size:
@@ -143,13 +144,13 @@ def _read_config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
     family = FAMILIES[kind]
     rotary = family.fixed.get("positions") == "rotary"  # modern.read_settings checks these
     absolute = rotary or meta.get("position_embedding_type", "absolute") == "absolute"
-    if not absolute or meta.get("is_decoder"):
-        raise BadInput(f"{file}: only encoders with absolute positions are supported")
-    if meta.get("problem_type") == "multi_label_classification":
+    if not absolute:
+        form = meta["position_embedding_type"]
         raise BadInput(
-            f"{file}: problem_type multi_label_classification is not supported; a classifier must "
-            "predict one label"
+            f"{file}: position_embedding_type={form!r} is not supported; it must be 'absolute'"
         )
+    if meta.get("is_decoder"):
+        raise BadInput(f"{file}: is_decoder=True is not supported; only encoders are")
     if meta.get("num_hidden_groups", 1) != 1 or meta.get("inner_group_num", 1) != 1:
         raise BadInput(f"{file}: only ALBERTs with one group of one layer are supported")
     values = dict(family.defaults)
@@ -350,6 +351,21 @@ def _find_classifier(
     if meta.get("problem_type") == "regression" or (one_output and (is_named or label_count == 1)):
         return Regress
     return None if one_output else Classify
+
+
+def _check_head(task: Task, family: Family, meta: dict[str, Any], outputs: int) -> None:
+    """Raise BadInput if a head has several labels or several scores for a text."""
+    problem = meta.get("problem_type")
+    if isinstance(task, Classify) and problem == "multi_label_classification":
+        raise BadInput(
+            f"config.json: problem_type {problem} is not supported; a classifier must predict one "
+            "label"
+        )
+    if isinstance(task, Regress) and outputs > 1:
+        raise BadInput(
+            f"config.json: problem_type {problem} with {outputs} outputs is not supported; a "
+            "regression must have one output"
+        )
 
 
 def _count_outputs(source: dict[str, Tensor], table: Table) -> int:

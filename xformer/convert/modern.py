@@ -17,8 +17,10 @@ from xformer.convert.names import ESM, MODERNBERT, Family
 from xformer.data.errors import BadInput
 from xformer.model.config import ModelConfig
 from xformer.ops.rotary import frequencies
+from xformer.tasks.task import Task
 
 BASE, LOCAL_BASE = 160000.0, 10000.0  # ModernBERT's rotary bases, if its config names none
+HEADS, DECODER = {"classifier_bias": False}, {"decoder_bias": True}  # ModernBERT's heads
 PLACE = "encoder.layer.{}.attention.self.rotary_embeddings.inv_freq"
 KINDS = ("full_attention", "sliding_attention")
 PRECISIONS = ("float32", "float16", "bfloat16")
@@ -29,36 +31,45 @@ def read_settings(family: Family, meta: dict[str, Any], layers: Any, file: Path)
 
     Raises BadInput if the config has a setting with a value that is not supported.
     """
-    for key, only in family.required.items():
-        # emb_layer_norm_before may be null, which means false
-        if (value := meta.get(key, only)) != only and (value is not None or only):
-            raise BadInput(f"{file}: {key}={value!r} is not supported; it must be {only!r}")
+    _check_required(family.required, meta, file)
     if family is MODERNBERT:
         return _modernbert(meta, layers, file)
     return _esm(meta, file) if family is ESM else {}
 
 
+def _check_required(required: dict[str, Any], meta: dict[str, Any], file: Path) -> None:
+    """Raise BadInput unless the settings have the values that are required."""
+    for key, only in required.items():
+        # emb_layer_norm_before may be null, which means false
+        if (value := meta.get(key, only)) != only and (value is not None or only):
+            raise BadInput(f"{file}: {key}={value!r} is not supported; it must be {only!r}")
+
+
 def _modernbert(meta: dict[str, Any], layers: Any, file: Path) -> dict[str, Any]:
-    for key, other, default in (
-        ("mlp_dropout", "embedding_dropout", 0.0),
-        ("classifier_activation", "hidden_activation", "gelu"),
-    ):
-        if (value := meta.get(key, default)) != (wanted := meta.get(other, default)):
-            raise BadInput(f"{file}: {key}={value!r} must be equal to {other}={wanted!r}")
+    _check_equal(meta, "mlp_dropout", "embedding_dropout", 0.0, file)
     whole, local = (_base(meta, kind, file) for kind in KINDS)
     whole = whole or meta.get("global_rope_theta") or BASE
     # null means that both are equal
     local = local or meta.get("local_rope_theta", LOCAL_BASE) or whole
     every = _every(meta, layers, file)
     window = meta.get("local_attention", 128)
-    if not isinstance(window, int):
-        raise BadInput(f"{file}: local_attention={window!r} must be a number of tokens")
+    if every > 1 and (not isinstance(window, int) or window < 2):
+        raise BadInput(
+            f"{file}: local_attention={window!r} is not supported; it must be a number of tokens, "
+            "at least 2"
+        )
     return {
         "rotary_base": whole,
         "local_rotary_base": local,
         "window": window // 2 if every > 1 else 0,
         "global_every": every,
     }
+
+
+def _check_equal(meta: dict[str, Any], key: str, other: str, default: Any, file: Path) -> None:
+    """Raise BadInput unless two settings have the same value."""
+    if (value := meta.get(key, default)) != (wanted := meta.get(other, default)):
+        raise BadInput(f"{file}: {key}={value!r} must be equal to {other}={wanted!r}")
 
 
 def _base(meta: dict[str, Any], kind: str, file: Path) -> Any:
@@ -105,9 +116,13 @@ def _esm(meta: dict[str, Any], file: Path) -> dict[str, Any]:
     return settings
 
 
-def check_pooling(family: Family, meta: dict[str, Any], file: Path) -> None:
-    """Raise BadInput if a ModernBERT's classifier reads the mean over tokens."""
-    if family is MODERNBERT and meta.get("classifier_pooling", "cls") != "cls":
+def check_head(task: Task, family: Family, meta: dict[str, Any], file: Path) -> None:
+    """Raise BadInput if the settings of a ModernBERT's head are not supported."""
+    if family is not MODERNBERT:
+        return
+    _check_required(HEADS | (DECODER if task.predicts_masked else {}), meta, file)
+    _check_equal(meta, "classifier_activation", "hidden_activation", "gelu", file)
+    if task.reads_pooled and meta.get("classifier_pooling", "cls") != "cls":
         raise BadInput(
             f"{file}: classifier_pooling={meta['classifier_pooling']!r} is not supported; heads of "
             "texts read the first token ('cls')"
@@ -123,6 +138,7 @@ def their_settings(
     written: dict[str, Any] = dict(family.required)
     if family is MODERNBERT:
         bases = config.rotary_base, config.local_rotary_base
+        written |= HEADS | DECODER
         written |= {
             "rope_parameters": {
                 kind: {"rope_type": "default", "rope_theta": base}

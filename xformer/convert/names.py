@@ -338,8 +338,6 @@ MODERNBERT = Family(
         "norm_bias": False,
         "attention_bias": False,
         "mlp_bias": False,
-        "classifier_bias": False,
-        "decoder_bias": True,
     },
     defaults={
         "layer_norm_eps": 1e-5,
