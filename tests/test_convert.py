@@ -233,6 +233,18 @@ def test_a_text_has_one_label_or_one_score(name: str, problem: str, tmp_path: Pa
         assert hf.from_hf(tmp_path / kind).left == []
 
 
+def test_two_ids_of_padding_cost_a_warning(tmp_path: Path) -> None:
+    """The positions of a RoBERTa start after the padding of its config."""
+    tiny("RobertaModel", tmp_path)
+    assert not any("pad_token_id" in line for line in hf.import_report(hf.from_hf(tmp_path)))
+    change_config(tmp_path, pad_token_id=0)
+    imported = hf.from_hf(tmp_path)
+    warnings = [line for line in hf.import_report(imported) if line.startswith("warning: ")]
+    assert "pad_token_id is 0 in config.json and 1 in the tokenizer" in warnings[0]
+    with pytest.raises(errors.BadInput, match=r"model\.first_position=1 is not roberta's"):
+        hf.to_hf(imported.checkpoint, tmp_path / "out")
+
+
 def test_robertas_fixed_activation_concerns_only_its_mlm_head(tmp_path: Path) -> None:
     tiny("RobertaForSequenceClassification", tmp_path, hidden_act="gelu_new")
     imported = hf.from_hf(tmp_path).checkpoint

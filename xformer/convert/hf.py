@@ -537,6 +537,13 @@ def import_report(imported: Imported) -> list[str]:
         lines.append(f"tied, equal to the tensors they copy: {', '.join(imported.tied)}")
     if spare := config.vocab_size - len(checkpoint.tokenizer):
         lines.append(f"embeddings without a piece: the last {spare:,}")
+    pad, before = checkpoint.tokenizer.special["pad"], config.first_position - 1
+    if imported.family.form == "roberta" and pad != before:
+        lines.append(
+            f"warning: pad_token_id is {before} in config.json and {pad} in the tokenizer; "
+            f"transformers gives other positions to rows with the id {before}, and to-hf refuses "
+            "this checkpoint"
+        )
     lines.append(f"not imported: {', '.join(imported.left) or 'none'}")
     if imported.lacking:
         lines.append(f"not in the source, initialised when trained: {', '.join(imported.lacking)}")
