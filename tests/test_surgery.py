@@ -245,6 +245,21 @@ def test_all_pieces_but_special_and_unused_ones_exchange_theirs() -> None:
     assert shuffled == {*range(5), *range(6, len(PIECES))}
 
 
+def test_special_tokens_of_a_publisher_keep_their_vectors(tmp_path: Path) -> None:
+    before = counted(SHAPE.model_copy(update={"vocab_size": 16}))
+    further = before.tokenizer.pieces[7]
+    before.tokenizer.published["special"] = {further: {}, "a token that is not there": {}}
+    seeds = range(30)
+    shuffled = {i for seed in seeds for i in moved(before, seed=seed, english_only=False)[0]}
+    assert shuffled == {6, *range(8, len(PIECES))}
+    assert 7 not in {i for seed in seeds for i in moved(before, seed=seed)[0]}
+    store = ids(tmp_path / "s", [[6, 7, 9]], before.tokenizer)
+    old = before.weights[WORD]
+    new = surgery.substitute_unused(before, store=str(store)).weights[WORD]
+    assert torch.equal(new[7], old[7])
+    assert not any(torch.equal(row, old[7]) for row in (*new[:7], *new[8:]))
+
+
 def test_english_like_pieces_of_other_vocabularies() -> None:
     bpe = vocabularies.byte_bpe(
         {

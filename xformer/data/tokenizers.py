@@ -110,6 +110,12 @@ class Tokenizer:
         return bool(mask["lstrip"]) if mask else self.kind == "bpe"
 
     @property
+    def all_special(self) -> list[int]:
+        """The ids of the special tokens, also of those that a publisher added."""
+        further = (self.ids[p] for p in self.published.get("special", {}) if p in self.ids)
+        return sorted({*self.special.values(), *further})
+
+    @property
     def segments(self) -> bool:
         """Whether the second text of a pair has the segment 1. If the published tokenizer gave the
         model no segments, both texts have the segment 0."""

@@ -66,7 +66,7 @@ def shuffle_embeddings(
             "english_only=true needs a subword tokenizer, but this one has an alphabet of symbols; "
             "give english_only=false to shuffle all symbols"
         )
-    fixed = set(tokenizer.special.values()) if keep_special else set()
+    fixed = set(tokenizer.all_special) if keep_special else set()
     trained = {i for i, piece in enumerate(tokenizer.pieces) if not UNUSED.fullmatch(piece)}
     moved = sorted((english_pieces(tokenizer).keys() if english_only else trained) - fixed)
     if len(moved) < 2:
@@ -134,7 +134,7 @@ def substitute_unused(
         split: The split of the store.
     """
     table = _word_embeddings(checkpoint)
-    special = list(checkpoint.tokenizer.special.values())
+    special = checkpoint.tokenizer.all_special
     occurring = _occurring(checkpoint, open_stores(store), split)
     used = np.setdiff1d(occurring, special)
     unused = np.setdiff1d(np.arange(len(table)), [*used, *special])
