@@ -450,6 +450,33 @@ def test_the_files_of_sentence_transformers_are_kept(minilm: Path, tmp_path: Pat
     assert not (tmp_path / "classifier/modules.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "pooling=first"),
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "pooling=mean"),
+        ({"pooling_mode_max_tokens": True}, ""),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, ""),
+    ],
+)
+def test_the_import_says_how_to_get_the_same_vectors(
+    pooling: dict[str, bool], expected: str, tmp_path: Path
+) -> None:
+    tiny("BertModel", tmp_path)
+    modules = [
+        {"path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(("Transformer", "Pooling", "Normalize"))
+    ]
+    write_json(tmp_path / "modules.json", modules)
+    (tmp_path / "1_Pooling").mkdir()
+    write_json(tmp_path / "1_Pooling/config.json", {"word_embedding_dimension": 24, **pooling})
+    write_json(tmp_path / "sentence_bert_config.json", {"max_seq_length": 8})
+    lines = hf.import_report(hf.from_hf(tmp_path))
+    said = [line for line in lines if "sentence-transformers" in line]
+    wanted = f"the vectors of sentence-transformers: xformer encode {expected} normalize=true "
+    assert said == ([f"{wanted}max_tokens=8"] if expected else [])
+
+
 def test_modules_with_weights_are_reported_as_left_over(tmp_path: Path) -> None:
     tiny("BertModel", tmp_path / "source")
     kinds = ("Transformer", "Pooling", "Dense")

@@ -514,6 +514,20 @@ def _read_sentence_files(directory: Path) -> tuple[dict[str, Any], list[str]]:
     return {n: read_json(directory / n) for n in names if (directory / n).is_file()}, []
 
 
+def _vector_arguments(sentence: dict[str, Any]) -> str:
+    """The arguments of `xformer encode` that give the vectors of sentence-transformers. "" if the
+    files name a pooling that we do not have, or several."""
+    named = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"}
+    contents = [content for content in sentence.values() if isinstance(content, dict)]
+    modes = [m for c in contents for m in c if m.startswith("pooling_mode_") and c[m] is True]
+    if len(modes) != 1 or modes[0] not in named:
+        return ""
+    normalised = any(module["type"].endswith(".Normalize") for module in sentence["modules.json"])
+    longest = next((c["max_seq_length"] for c in contents if c.get("max_seq_length")), None)
+    arguments = [f"pooling={named[modes[0]]}", *["normalize=true"] * normalised]
+    return " ".join([*arguments, *([f"max_tokens={longest}"] if longest else [])])
+
+
 def _dtypes(source: dict[str, Tensor], used: Iterable[str]) -> dict[str, Any]:
     """For the history: the type of most tensors, and the types of the others by name."""
     dtypes = {name: str(source[name].dtype).removeprefix("torch.") for name in sorted(used)}
@@ -544,6 +558,8 @@ def import_report(imported: Imported) -> list[str]:
             f"transformers gives other positions to rows with the id {before}, and to-hf refuses "
             "this checkpoint"
         )
+    if arguments := _vector_arguments(checkpoint.history[-1].get("sentence", {})):
+        lines.append(f"the vectors of sentence-transformers: xformer encode {arguments}")
     lines.append(f"not imported: {', '.join(imported.left) or 'none'}")
     if imported.lacking:
         lines.append(f"not in the source, initialised when trained: {', '.join(imported.lacking)}")
