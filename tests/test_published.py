@@ -63,6 +63,9 @@ def put(folder: Path, files: dict[str, Any]) -> None:
             (folder / name).write_text(text, encoding="utf-8")
 
 
+GENERAL = {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": True}
+
+
 def test_the_command_brings_in_a_vocabulary(tmp_path):
     put(tmp_path, {"my.vocab.txt": WORDS})
     arguments = ["preprocess.py", "tokenizer", "--from", tmp_path / "my.vocab.txt", "--output"]
@@ -87,6 +90,8 @@ def test_the_command_brings_in_a_vocabulary(tmp_path):
         ({"tokenizer.json": fast()}, False),
         ({"tokenizer.json": fast(normalizer={"lowercase": True})}, True),
         ({"tokenizer.json": fast(), "tokenizer_config.json": {"do_lower_case": True}}, True),
+        ({"tokenizer.json": fast(), "tokenizer_config.json": GENERAL}, False),
+        ({"vocab.txt": WORDS, "tokenizer_config.json": GENERAL}, True),
         ({"tokenizer.json": fast(model={"type": None})}, False),
     ],
 )

@@ -7,11 +7,15 @@
     tokenizer.json             any of these, as Hugging Face's `tokenizers` writes it
 
 `tokenizer_config.json` may say how text is normalised: do_lower_case, strip_accents,
-tokenize_chinese_chars (BERT), keep_accents (ALBERT), add_prefix_space (RoBERTa). If it does not,
-tokenizer.json decides. If that does not either, the default of BERT or ALBERT applies. Words that
-were added to a vocabulary of WordPiece or BPE are listed in tokenizer.json, tokenizer_config.json
-or added_tokens.json. The ids are those of `transformers` for the same files, with one exception: a
-special token that is spelled out in a text is split like any other text.
+tokenize_chinese_chars (BERT), keep_accents (ALBERT), add_prefix_space (RoBERTa). If it does not, or
+if it names a general class (PreTrainedTokenizerFast), tokenizer.json decides. If that does not
+either, the default of BERT or ALBERT applies. Words that were added to a vocabulary of WordPiece or
+BPE are listed in tokenizer.json, tokenizer_config.json or added_tokens.json.
+
+The ids are those of `transformers` for the same files, with three exceptions. A special token that
+is spelled out in a text is split like any other text. If tokenizer_config.json does not say whether
+a BERT lower-cases, transformers lower-cases even if tokenizer.json says that it does not. In ESM-2
+each unknown character is one <unk>; transformers makes one of several that follow one another.
 
 An export repeats the other settings of the files: how special tokens treat the space beside them,
 further special tokens, the options in KEPT, and whether the texts of a pair have segments
@@ -51,6 +55,7 @@ CLASSES = re.compile(
     r"Tokenizer(Fast)?"
     r"|PreTrainedTokenizerFast|TokenizersBackend|EsmTokenizer"
 )
+GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the classes without own rules
 ESM_CLASS = "EsmTokenizer"
 # How the classes and model types begin whose tokenizers number the texts of a pair. AlbertTokenizer
 # does so only before version 5 of `transformers`, but ALBERTs were trained with these numbers.
@@ -113,7 +118,8 @@ class _Source:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """How text is normalised: tokenizer_config.json takes precedence over tokenizer.json."""
+        """How text is normalised: tokenizer_config.json takes precedence over tokenizer.json, if
+        its class reads these options."""
         file = self.beside("tokenizer_config.json")
         options = read_json(file) if file.is_file() else {}
         if not isinstance(options, dict):
@@ -129,6 +135,8 @@ class _Source:
                 raise BadInput(f"{file}: {option} is {options[option]!r}; it must be true or false")
         if not isinstance(names := options.get("model_input_names"), list | None):
             raise BadInput(f"{file}: model_input_names is {names!r}; it must be a list of names")
+        if self.fast is not None and name in GENERAL:  # they read only tokenizer.json
+            options = {key: value for key, value in options.items() if key not in OPTIONS}
         return {**_normalisation(self.fast), **options}
 
     @cached_property
