@@ -180,10 +180,16 @@ def test_settings_of_heads_do_not_matter_without_the_head(tmp_path: Path) -> Non
 
 
 def test_a_base_model_may_pool_as_it_likes(tmp_path: Path) -> None:
-    """The published config of ModernBERT says `mean`, which only its classifiers would use."""
+    """The published config of ModernBERT says `mean`, which only its classifiers would use. An
+    export keeps it, unless it has a classifier of ours."""
     tiny("ModernBertForMaskedLM", tmp_path)
     changed_config(tmp_path, classifier_pooling="mean")
-    assert hf.from_hf(tmp_path).checkpoint.config.pooler == "norm"
+    imported = hf.from_hf(tmp_path).checkpoint
+    assert imported.config.pooler == "norm"
+    made = imported.with_head(Head("classify", ("a", "b")), 1)
+    for checkpoint, pooling in ((imported, "mean"), (made, "cls")):
+        hf.to_hf(checkpoint, tmp_path / pooling)
+        assert read_json(tmp_path / pooling / "config.json")["classifier_pooling"] == pooling
 
 
 @pytest.mark.parametrize(
