@@ -233,18 +233,22 @@ class Plan:
 
     def _check_metric(self, table: ScoreTable) -> None:
         """Refuse a metric that the runs of a table will not have."""
-        for job, recipe, metric in self.shown_in(table):
+        for job, _, metric in self.shown_in(table):
             if table.split_of(metric) != "train":
-                _check_scores(f"table {table.name}", job, recipe, metric.rpartition(".")[2])
+                _check_scores(f"table {table.name}", job, metric.rpartition(".")[2])
 
     def _check_curves(self, curves: Curves) -> None:
-        """Refuse a metric that no validation of the runs will have."""
+        """Refuse a metric of validations that no run, or no run of the panel that it is for, will
+        have."""
+        wanted: dict[str, list[Job]] = {}  # by metric
         for job in self.runs(curves.stage, curves.where):
             metric = curves.validation
             if not isinstance(metric, str):
                 metric = metric.get(job.levels[curves.panels], "")
-            if metric and job.recipe is not None:
-                _check_scores(f"curves {curves.name}", job, job.recipe, metric)
+            wanted.setdefault(metric, []).append(job)
+        for metric, jobs in wanted.items():
+            if metric and not any(metric in _scores(job) for job in jobs):
+                _check_scores(f"curves {curves.name}", jobs[0], metric)
 
     def _check_claim(self, claim: Claim) -> None:
         """Refuse a claim that compares runs with themselves, because two levels have the same
@@ -256,7 +260,8 @@ class Plan:
             return {job.key for job in self.runs(table.stage, {**table.where, **levels})}
 
         better, than = keys(claim.better), keys(claim.than)
-        if better and better == than and claim.better.get(METRIC) == claim.than.get(METRIC):
+        same = better == than and claim.better.get(METRIC) == claim.than.get(METRIC)
+        if better and same and not table.minus:
             raise BadInput(
                 f"claim {claim.text!r}: both sides have the same runs, because their levels have "
                 "the same settings"
@@ -465,11 +470,17 @@ class Plan:
         return inputs.reads.setdefault(path, self.digests.of(path))
 
 
-def _check_scores(place: str, job: Job, recipe: dict[str, Any], metric: str) -> None:
-    """Refuse a metric that a run with this recipe will not have."""
+def _scores(job: Job) -> Collection[str]:
+    """The metrics of a run; those that a command leaves in its result are not known."""
+    recipe = job.recipe or {}
     pairs = recipe.get("masking", {}).get("pair_weight", 0) > 0
-    known = kind_of(recipe["head"], pairs).metrics
-    if metric not in known:
+    return kind_of(recipe["head"], pairs).metrics if recipe else ()
+
+
+def _check_scores(place: str, job: Job, metric: str) -> None:
+    """Refuse a metric that a run will not have."""
+    known = _scores(job)
+    if job.recipe is not None and metric not in known:
         raise BadInput(f"{place}: {job.name} will have no {metric!r}; it has {', '.join(known)}")
 
 
