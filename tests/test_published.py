@@ -181,17 +181,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "'covid' was added to the vocabulary with the id 12; only special tokens and then words",
     ),
-    "a special token behind a word": (
-        {
-            "tokenizer.json": fast(
-                added_tokens=[
-                    {"id": 9, "content": "covid", "special": False, "normalized": False},
-                    {"id": 10, "content": "[ENT]", "special": True, "normalized": False},
-                ]
-            )
-        },
-        "none has the id 9",
-    ),
     "a JSON gap": ({"tokenizer.json": fast(model={"vocab": {"a": 1}})}, "none has the id 0"),
     "other replacements": ({"tokenizer.json": unigram().replace("``", "~~")}, "ALBERT's unigram"),
     "no prefix": (

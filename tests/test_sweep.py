@@ -402,4 +402,5 @@ def test_the_first_study_of_the_docs_plans(store: Path, tmp_path: Path, forks: F
     line = ("-m", "xformer.study", path, "--dry-run", f"output={tmp_path / 'studies'}")
     listed = good(forks.run(*line, "needs.modules=nowhere"))
     assert "6 jobs, 6 to do, no time estimate" in listed.out
-    assert "missing: modules: nowhere does not exist" in listed.out
+    assert "missing: modules: /" in listed.out
+    assert "/nowhere does not exist" in listed.out
