@@ -593,12 +593,15 @@ def test_no_result_is_kept_of_data_that_changed(file: Path, data: Path, tmp_path
     first = job(tmp_path, "first", f"P.touch(); open({str(data / 'valid.txt')!r}, 'w').write('A')")
     jobs = [replace(one, reads=reads) for one in (first, job(tmp_path, "second", "P.touch()"))]
     outcomes = pool.run_jobs(
-        jobs, pool.Local(1, 1), lambda _: None, lambda _: None, 0.01, moved=plan.moved
+        jobs, pool.Local(1, 1), lambda _: None, lambda _: None, 0.01, stale=plan.stale
     )
     why = f"{data / 'valid.txt'} has changed since the study began; run the same command again"
     assert [(one.state, one.why) for one in outcomes.values()] == [("failed", why)] * 2
     assert not any(job.proof.exists() for job in jobs)
+    assert plan.stale(jobs[0]) == why
     assert not known & {run.key for run in plan_of(file, tmp_path, data=str(data)).runs("pretrain")}
+    (data / "valid.txt").unlink()
+    assert not plan.stale(jobs[0])  # what is gone was read before, or its absence is an error
 
 
 def test_a_failure_stops_only_what_waits_for_it(tmp_path: Path) -> None:

@@ -71,10 +71,10 @@ def write_rows(
 
     `head` is the checkpoint's head as a dict, `tokenizer` that of its training data. `given` are
     the columns of the file that hold the texts, if they are not those of training. An imported head
-    records no columns: two that are given make its rows pairs. `key` is the
-    column that names each row; by default the one of --id in training, or else `id`, if the file
-    has it. The columns `input` and `input_b` hold the texts as they were read. Raises BadInput
-    naming file and line of a row that cannot be read.
+    records no columns: two that are given make its rows pairs. `key` is the column that names each
+    row; by default the one of --id in training, or else `id`, if the file has it. The columns
+    `input` and `input_b` hold the texts as they were read. Raises BadInput naming file and line of
+    a row that cannot be read.
     """
     labels, recorded = list(head["labels"]), head["columns"] or {}
     pair = head["pair"] or head["kind"] == "choice"

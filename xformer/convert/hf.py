@@ -735,7 +735,8 @@ def _their_config(checkpoint: Checkpoint, family: Family, dtype: str) -> dict[st
     written |= modern.their_settings(family, config, special, values["activation"])
     if family.name == "modernbert" and (task is None or not task.reads_pooled):
         for record in checkpoint.history:
-            written |= {k: record[k] for k in ("classifier_pooling",) if k in record}
+            if "classifier_pooling" in record:
+                written["classifier_pooling"] = record["classifier_pooling"]
     if task is not None and task.named_classes and not task.predicts_masked:
         written["id2label"] = {str(i): label for i, label in enumerate(task.head.labels)}
         written["label2id"] = {label: i for i, label in enumerate(task.head.labels)}

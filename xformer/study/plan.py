@@ -178,11 +178,11 @@ class Plan:
         names = {name for job in self.jobs.values() for name in job.missing}
         return {name: need for name, need in self.study.needs.items() if name in names}
 
-    def moved(self, job: Job) -> str:
-        """Which of the files that a job reads have changed since its key was computed, in words, or
-        nothing."""
+    def stale(self, job: Job) -> str:
+        """Which file that a job reads has changed since its key was computed, in words, or nothing.
+        A file that is gone has not changed: the job has read it, or fails by itself."""
         for path, digest in job.reads:
-            if not path.exists() or self.digests.of(path) != digest:
+            if path.exists() and self.digests.of(path) != digest:
                 return f"{path} has changed since the study began; run the same command again"
         return ""
 

@@ -332,7 +332,7 @@ def run_jobs(
     poll: float = POLL,
     *,
     wanted: Collection[str] | None = None,
-    moved: Callable[[Job], str] = lambda _: "",
+    stale: Callable[[Job], str] = lambda _: "",
     pause: Path | None = None,
     tell: Callable[[str], None] = say,
 ) -> dict[str, Outcome]:
@@ -341,11 +341,11 @@ def run_jobs(
 
     `wanted` has the keys of the jobs that are run for their own sake (default: all). A failed job
     stops only those that depend on it. `set_up` is called before a job starts, `changed` with all
-    outcomes so far every `poll` seconds. A job for which `moved` gives a reason fails; if it has
+    outcomes so far every `poll` seconds. A job for which `stale` gives a reason fails; if it has
     ended, its result is deleted. While a file `pause` exists nothing runs, and `tell` is given a
     line. If `changed` raises, all running jobs are asked to stop.
     """
-    queue = _Queue(jobs, executor, set_up, wanted, moved)
+    queue = _Queue(jobs, executor, set_up, wanted, stale)
     stopped: list[Job] = []  # by the present pause
     told = False
     try:
@@ -390,9 +390,9 @@ class _Queue:
         executor: Executor,
         set_up: Callable[[Job], None],
         wanted: Collection[str] | None,
-        moved: Callable[[Job], str],
+        stale: Callable[[Job], str],
     ):
-        self.executor, self.set_up, self.moved = executor, set_up, moved
+        self.executor, self.set_up, self.stale = executor, set_up, stale
         todo = to_do(jobs, [job.key for job in jobs] if wanted is None else wanted)
         self.awaited = {key for job in todo.values() for key in job.waits}
         self._order = _order(jobs)
@@ -419,7 +419,7 @@ class _Queue:
             if self._made(job):  # by another study, meanwhile
                 self._end(job, Outcome(job, "there"))
                 continue
-            if why := self.moved(job):
+            if why := self.stale(job):
                 self._end(job, Outcome(job, "failed", why=why))
                 continue
             slots = self.executor.choose(free, job.processes)
@@ -441,7 +441,7 @@ class _Queue:
                 continue
             del self.running[key]
             job, seconds = running.job, time.monotonic() - running.started
-            if self._made(job) and (why := self.moved(job)):
+            if self._made(job) and (why := self.stale(job)):
                 discard(job)
                 self.outcomes[key] = Outcome(job, "failed", seconds, why)
             elif self._made(job):
@@ -552,7 +552,7 @@ def run_plan(
                 changed,
                 set_up,
                 wanted=plan.wanted,
-                moved=plan.moved,
+                stale=plan.stale,
                 pause=plan.root / "PAUSE",
                 tell=partial(say, error=True),
             )
