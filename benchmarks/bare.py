@@ -99,7 +99,9 @@ class Trainer:
         self.ranks = Ranks(0, 1, device) if feed is None else feed.ranks
         self.optimizer = optim.build(model, self.recipe.optim)
         sample: Any = feed and feed.sample
-        self.model = Replicas(model, self.ranks, sample, self.recipe.system.precision)
+        system = self.recipe.system
+        graphs = system.compile in ("graphs", "both") and device.type == "cuda"
+        self.model = Replicas(model, self.ranks, sample, system.precision, graphs)
         self.guard = Guard(self.recipe.train.spike, State(), device)
 
     def compile(self, batch: Batch[Tensor]) -> str:

@@ -256,7 +256,7 @@ def test_a_rank_that_never_has_rows_has_a_capacity() -> None:
 # ------------------------------------------------------------------------------ compiled models
 
 
-@pytest.mark.parametrize("what", ["none", "layers", "graphs"])
+@pytest.mark.parametrize("what", ["none", "layers", "whole"])
 @pytest.mark.parametrize("name", TASKS)
 def test_filler_and_compiling_change_no_task(
     name: str, what: str, traced: list[int], monkeypatch: pytest.MonkeyPatch
@@ -267,7 +267,7 @@ def test_filler_and_compiling_change_no_task(
     capacities = capacities_for(task, batches)
     model = model_of(task, **NO_RATES)
     expected = [step(model, batch) for batch in batches]
-    if what == "graphs":  # its mode belongs to inductor
+    if what == "whole":  # a user may compile the loss too
         model.compile(fullgraph=True, dynamic=False, backend=compiled.BACKEND)
     else:
         compile_parts(
@@ -393,12 +393,16 @@ def test_scoring_does_not_use_compiled_code(traced: list[int]) -> None:
 
 
 def test_what_is_compiled() -> None:
-    def decided(asked: Any, device: str, ranks: int = 1, config: Any = SHAPE) -> str:
+    def decided(
+        asked: Any, device: str, ranks: int = 1, config: Any = SHAPE, task: str = "mlm"
+    ) -> str:
         system = TrainingSystem(compile=asked)
         where = Ranks(0, ranks, torch.device(device))
-        return compiles(system, where, ModelConfig(**config))
+        return compiles(system, where, ModelConfig(**config), task)
 
     assert decided("auto", "cpu") == "none"
+    assert decided("auto", "cuda") == "both"
+    assert decided("auto", "cuda", task="classify") == "graphs"
     assert decided("auto", "cuda", 8) == "layers"
     assert decided("auto", "cuda", config=CNN) == "none"
     assert decided("graphs", "cuda") == "graphs"
@@ -406,8 +410,9 @@ def test_what_is_compiled() -> None:
     with pytest.raises(BadInput, match="needs a transformer"):
         decided("layers", "cuda", config=CNN)
     for device, ranks in (("cpu", 1), ("cuda", 2)):
-        with pytest.raises(BadInput, match="needs a GPU and a single process"):
-            decided("graphs", device, ranks)
+        for asked in ("graphs", "both"):
+            with pytest.raises(BadInput, match=f"{asked} needs a GPU and a single process"):
+                decided(asked, device, ranks)
 
 
 def test_a_compiled_run_gives_the_same_model(forks: Forks, data: Toys, tmp_path: Path) -> None:

@@ -620,7 +620,9 @@ def open_run(setup: Setup) -> tuple[Run, dict[str, Any]]:
     config, identity = setup.recipe.model_dump(mode="json"), identity_of(setup)
     provenance.refuse_unlike_ranks(setup.ranks)
     environment = setup.ranks.on_rank_zero(partial(provenance.environment, setup.ranks))
-    environment["compile"] = compiles(setup.recipe.system, setup.ranks, setup.start.config)
+    environment["compile"] = compiles(
+        setup.recipe.system, setup.ranks, setup.start.config, setup.task.name
+    )
     content = {"config": config, "identity": identity, "environment": environment}
     path = Path(setup.recipe.run)
     run = Run(path)

@@ -122,14 +122,15 @@ def _train_from(
         kept = setup.trajectory.announcement(run.path, state.step)
         monitor.say(*filter(None, (*notes, kept)))
         monitor.describe((run.earlier or {}).get("starts", []))
-        compiling = compiles(recipe.system, ranks, setup.start.config)
+        compiling = compiles(recipe.system, ranks, setup.start.config, setup.task.name)
         feed = setup.feed(fixed=compiling != "none")
         _compile(model, compiling, setup, feed, monitor)
         with (
             Session(setup, run, state, monitor, model, optimizer) as session,
             closing(feed.steps(state.position)) as steps,
         ):
-            replicas = Replicas(model, ranks, feed.sample, recipe.system.precision)
+            graphs = compiling in ("graphs", "both")
+            replicas = Replicas(model, ranks, feed.sample, recipe.system.precision, graphs)
             guard = Guard(recipe.train.spike, state, ranks.device)
             loop(steps, replicas, optimizer, session, guard, until)
         if setup.done(state):
@@ -186,10 +187,8 @@ def loop(
         optimizer.zero_grad()
         sums = model.begin(session.told)
         for i, batch in enumerate(batches or [None]):  # the last step may leave a rank without rows
-            with model.averaging(last=i + 1 >= len(batches)):
-                loss = loss_of(setup, model, batch, state.step, i)
-                loss.total.backward()
-            sums.add(loss)
+            seed_dropout(setup, state.step, i)
+            sums.add(model.learn(batch, i, len(batches)))
         with session.part("optimizer"):
             count = model.reduce(sums)
             norm = gradient_norm(optimizer) / count
@@ -210,13 +209,16 @@ def loop(
         session.stop_if_told(due)
 
 
-def loss_of(
-    setup: Setup, model: Model | Replicas, batch: Batch[Tensor] | None, step: int, micro_batch: int
-) -> Loss:
-    """The loss of a micro-batch. Dropout has its own seed in every step, micro-batch and rank."""
+def seed_dropout(setup: Setup, step: int, micro_batch: int) -> None:
+    """Dropout has its own seed in every step, micro-batch and rank."""
     seed = setup.recipe.seed.of("dropout")
     number = key(seed, DROPOUT, step, micro_batch, setup.ranks.rank)
     torch.manual_seed(int(number >> 1))
+
+
+def loss_of(setup: Setup, model: Model, batch: Batch[Tensor], step: int, micro_batch: int) -> Loss:
+    """The loss of a micro-batch as in its step, computed again to find the cause of trouble."""
+    seed_dropout(setup, step, micro_batch)
     with setup.ranks.autocast(setup.recipe.system.precision):
         loss: Loss = model(batch)
         return loss

@@ -189,7 +189,7 @@ class Encoder(nn.Module):
         self.embeddings = Embeddings(config)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.stored_layers))
         self.final_norm = Norm(config, config.hidden) if config.norm == "pre" else None
-        self.has_window = [config.has_window(i) for i in range(config.layers)]
+        self.has_window = [int(config.has_window(i)) for i in range(config.layers)]
 
     def forward(
         self, batch: Batch[Tensor], places: Tensor | None = None, depth: int | None = None

@@ -89,7 +89,8 @@ def image(batch: Batch[Tensor], letters: tuple[int, ...], k: int, size: tuple[in
     places = ((rows * C + words) * Y + y) * X + x
     # Words without a cell go to one extra place at the end, which is cut off.
     out = torch.zeros(len(sizes) * C * Y * X + 1, device=codes.device)
-    out[torch.where(whole, places, len(out) - 1)] = 1.0
+    # not `out[...] = 1.0`, which copies the number to the GPU and makes the host wait
+    out.index_fill_(0, torch.where(whole, places, len(out) - 1), 1.0)
     return out[:-1].view(len(sizes), C, Y, X)
 
 

@@ -39,7 +39,7 @@ def cast_weights(module: nn.Module) -> dict[str, Tensor]:
 def autocast_type(device: torch.device) -> torch.dtype | None:
     """The type in which autocast computes matrix products on a device; None without autocast."""
     kind = device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):  # others, as meta, have none
         return torch.get_autocast_dtype(kind)
     return None
 

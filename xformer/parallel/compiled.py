@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,20 +28,25 @@ BACKEND = "inductor"
 PROGRAMS = 256
 
 
-def compiles(system: TrainingSystem, ranks: Ranks, config: ModelConfig) -> str:
-    """What training compiles: "none", "layers" or "graphs". Raises BadInput if the model, the
-    device or the number of ranks does not allow what the settings ask for."""
+def compiles(system: TrainingSystem, ranks: Ranks, config: ModelConfig, task: str) -> str:
+    """`system.compile`, with "auto" replaced. Raises BadInput if the model, the device or the
+    number of ranks does not allow what the settings ask for."""
     asked, cnn = system.compile, config.architecture == "hilbert_cnn"
     if asked == "auto":
-        return "layers" if ranks.device.type == "cuda" and not cnn else "none"
+        if ranks.device.type != "cuda" or cnn:
+            return "none"
+        if ranks.world_size > 1:
+            return "layers"
+        # compiling takes minutes for the many shapes of a fine-tuning, which is soon over
+        return "both" if task == "mlm" else "graphs"
     if asked != "none" and cnn:
         raise BadInput(
             f"system.compile={asked} needs a transformer: the batch norms of a Hilbert-CNN would "
             "see the filler of compiled batches; give system.compile=none"
         )
-    if asked == "graphs" and (ranks.device.type != "cuda" or ranks.world_size > 1):
+    if asked in ("graphs", "both") and (ranks.device.type != "cuda" or ranks.world_size > 1):
         raise BadInput(
-            "system.compile=graphs needs a GPU and a single process; give layers or none"
+            f"system.compile={asked} needs a GPU and a single process; give layers or none"
         )
     return asked
 
@@ -54,22 +58,21 @@ def compile_parts(
     sample: Callable[[], Batch[Tensor]],
     precision: str,
 ) -> str:
-    """Compile the embeddings and every layer of a model in place, or its whole loss ("graphs").
+    """Compile the embeddings and every layer of a model in place, if `what` is "layers" or "both".
 
     Layers of the same shape share compiled code. DistributedDataParallel can start to reduce
     gradients between two layers, because each is compiled separately. The code is tried with a
     micro-batch, `sample()`. Returns a line to print: what is compiled, or why compiling failed. If
     it failed, the model runs without compiled code.
     """
-    if what == "none":
+    if what not in ("layers", "both"):
         return ""
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = PROGRAMS
-    parts = [model] if what == "graphs" else [model.encoder.embeddings, *model.encoder.layers]
-    options: dict[str, Any] = {"mode": "reduce-overhead"} if what == "graphs" else {}
+    parts = [model.encoder.embeddings, *model.encoder.layers]
     for part in parts:
-        part.compile(fullgraph=True, dynamic=False, backend=BACKEND, **options)
+        part.compile(fullgraph=True, dynamic=False, backend=BACKEND)
     try:
         with ranks.autocast(precision):
             model(sample()).total.backward()
@@ -82,7 +85,7 @@ def compile_parts(
         return f"torch.compile fails here ({reason}): the model runs without it"
     finally:
         model.zero_grad()
-    return f"torch.compile: {what}; the first batch of each shape takes longer"
+    return "torch.compile: layers; the first batch of each shape takes longer"
 
 
 def not_compiled() -> AbstractContextManager[None]:

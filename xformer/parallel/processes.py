@@ -67,11 +67,12 @@ class TrainingSystem(SystemConfig):
     """Peak throughput of a device, in 10^12 operations per second; `mfu` (model FLOPs utilisation)
     is the share of it that a run reaches. 0 takes the known peak of the GPU in this precision. If
     that peak is not known, mfu is not logged."""
-    compile: Literal["auto", "none", "layers", "graphs"] = "auto"
-    """What torch.compile compiles for training. layers: the embeddings and each layer. graphs: the
-    whole loss, which then runs as one CUDA graph; for small models on a single GPU. none: nothing.
-    auto: layers on CUDA, none on the CPU. For compiled code every batch is filled up to one of a
-    few shapes."""
+    compile: Literal["auto", "none", "layers", "graphs", "both"] = "auto"
+    """How training is prepared for a GPU. layers: torch.compile compiles the embeddings and each
+    layer. graphs: the forward and backward pass become CUDA graphs, which one process alone can
+    use. both: graphs of compiled layers. none: neither. auto: on a single GPU both for MLM, and
+    graphs for other tasks, whose runs are short; on several GPUs layers; on the CPU none. Except
+    with none, every batch is filled up to one of a few shapes."""
     profile: bool = False
     """Trace a few steps of rank 0, write RUN/profile/ and print where the time goes."""
 

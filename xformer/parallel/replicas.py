@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from xformer.data.batch import Batch
+from xformer.parallel.graphs import Recorder
 from xformer.parallel.processes import Ranks
 from xformer.tasks.task import Loss, Model
 
@@ -26,17 +28,17 @@ class Sums:
 
     def add(self, loss: Loss) -> None:
         """Add the loss of a micro-batch."""
-        self.loss += loss.total.detach()
+        self.loss += loss.total
         self.count += loss.count
         self.correct += loss.correct
 
 
 class Replicas:
-    """A model with a copy on every rank. A call returns the loss of a micro-batch.
+    """A model with a copy on every rank.
 
     The gradients are averaged over the ranks during the backward pass of a step's last micro-batch.
     On a single rank this is the model itself. `sample` returns any valid micro-batch, and
-    `precision` is the precision of training.
+    `precision` is the precision of training. `graphs` says whether the passes become CUDA graphs.
     """
 
     def __init__(
@@ -45,8 +47,11 @@ class Replicas:
         ranks: Ranks,
         sample: Callable[[], Batch[Tensor]],
         precision: str = "fp32",
+        graphs: bool = False,
     ):
         self.ranks, self.model, self.buffers = ranks, model, list(model.buffers())
+        self.precision = precision
+        self.recorder = Recorder(model, self._passes) if graphs else None
         self.before = self.buffers
         self.copy: nn.Module = model
         if ranks.world_size == 1:
@@ -58,14 +63,23 @@ class Replicas:
         # The first backward pass decides the order in which gradients are summed. Make it a pass
         # whose gradient is discarded, so that a continued run has the same order as a new one.
         self.begin()
-        with ranks.autocast(precision):
-            self.copy(sample()).total.backward()
+        self._passes(sample())
         model.zero_grad()
         self.restore(torch.ones((), device=ranks.device))
 
-    def __call__(self, batch: Batch[Tensor] | None) -> Loss:
-        loss: Loss = self.copy(batch)
-        return loss
+    def learn(self, batch: Batch[Tensor] | None, number: int, count: int) -> Loss:
+        """The loss of micro-batch `number` among the `count` micro-batches of a step. Its gradients
+        are added to those of the weights."""
+        with self._averaging(last=number + 1 >= count):
+            if self.recorder is None or batch is None:
+                return self._passes(batch)
+            return self.recorder(batch, alone=count == 1)
+
+    def _passes(self, batch: Batch[Tensor] | None) -> Loss:
+        with self.ranks.autocast(self.precision):
+            loss: Loss = self.copy(batch)
+        loss.total.backward()
+        return replace(loss, total=loss.total.detach())
 
     def begin(self, told: float = 0.0) -> Sums:
         """Begin a step: save the buffers (running statistics of batch norms) and return empty sums.
@@ -73,7 +87,7 @@ class Replicas:
         self.before = [buffer.clone() for buffer in self.buffers]
         return Sums(self.ranks.device, told)
 
-    def averaging(self, last: bool) -> AbstractContextManager[None]:
+    def _averaging(self, last: bool) -> AbstractContextManager[None]:
         """The context for the passes of a micro-batch: only the `last` averages the gradient."""
         if last or not isinstance(self.copy, DistributedDataParallel):
             return nullcontext()

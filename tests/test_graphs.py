@@ -1,0 +1,170 @@
+"""CUDA graphs (xformer.parallel.graphs), without a GPU: a stand-in for a graph runs the passes
+again, on the recorded batch and into the recorded gradients, as a replay does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import bare
+from benchmarks.steps import CASES
+from xformer.data.batch import Batch
+from xformer.parallel import graphs
+from xformer.parallel.graphs import Recorder
+from xformer.parallel.processes import ALONE
+from xformer.parallel.replicas import Replicas
+from xformer.tasks.task import Loss, Model
+
+
+class Graph:
+    """Repeats what was done within `record` when it is replayed."""
+
+    def __init__(self) -> None:
+        self.work: Callable[[], None] = lambda: None
+
+    def replay(self) -> None:
+        self.work()
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """Stand-ins for CUDA's part. The list gets the recorded graphs."""
+    made: list[Graph] = []
+
+    class Stream:
+        def wait_stream(self, other: Stream) -> None:
+            pass
+
+    @contextmanager
+    def nothing(*_: Any) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nothing)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+
+    @contextmanager
+    def record(graph: Graph, pool: Any, stream: Stream, mode: str) -> Iterator[None]:
+        made.append(graph)
+        with torch.random.fork_rng([]):  # recording draws no numbers
+            yield
+
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    original = Recorder._record
+
+    def record_and_repeat(self: Recorder, batch: Batch[Tensor]) -> Any:
+        recording = original(self, batch)
+        if recording is not None:
+
+            def work() -> None:
+                before = [weight.grad for weight in recording.weights]
+                for weight in recording.weights:
+                    weight.grad = None
+                loss = self.passes(recording.batch)
+                recording.loss.total.copy_(loss.total)
+                recording.loss.correct.copy_(loss.correct)
+                for weight, gradient, old in zip(
+                    recording.weights, recording.gradients, before, strict=True
+                ):
+                    assert weight.grad is not None
+                    gradient.copy_(weight.grad)
+                    weight.grad = old
+
+            made[-1].work = work
+        return recording
+
+    monkeypatch.setattr(Recorder, "_record", record_and_repeat)
+    return made
+
+
+def batches_of(lengths: list[int]) -> list[Batch[Tensor]]:
+    torch.manual_seed(0)
+    return [bare.full_rows(8, length, 0.25, 1000, "cpu") for length in lengths]
+
+
+def model_of(name: str = "mlm, fp32") -> Model:
+    torch.manual_seed(1)
+    return CASES[name].trainer("cpu").model.model
+
+
+def steps(
+    model: Model, parts: list[list[Batch[Tensor]]], graphs: bool
+) -> list[tuple[float, Tensor]]:
+    """The loss and the gradient of every step. Its micro-batches have dropout of their own."""
+    replicas = Replicas(model, ALONE, lambda: parts[0][0], "fp32", graphs)
+    results = []
+    for number, batches in enumerate(parts):
+        model.zero_grad()
+        total = 0.0
+        for i, batch in enumerate(batches):
+            torch.manual_seed(10 * number + i)
+            total += replicas.learn(batch, i, len(batches)).total.item()
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        results.append((total, torch.cat([gradient.flatten() for gradient in gradients])))
+    return results
+
+
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_graphs_give_the_same_losses_and_gradients(together: int, recorded: list[Graph]) -> None:
+    """Two shapes take turns, in steps of one micro-batch and of several."""
+    batches = batches_of([16, 16, 16, 12, 12, 16, 12, 16, 16, 12, 12, 16])
+    parts = [batches[i : i + together] for i in range(0, len(batches), together)]
+    expected = steps(model_of(), parts, graphs=False)
+    got = steps(model_of(), parts, graphs=True)
+    assert len(recorded) == 2
+    for (loss, gradient), (same_loss, same_gradient) in zip(expected, got, strict=True):
+        assert loss == pytest.approx(same_loss, rel=1e-6)
+        torch.testing.assert_close(gradient, same_gradient)
+
+
+def test_weights_without_a_gradient_get_none(recorded: list[Graph]) -> None:
+    """A zero would let the optimizer's weight decay change them."""
+    model = model_of("classify, fp32")
+    extra = torch.nn.Parameter(torch.ones(3))
+    model.register_parameter("extra", extra)
+    steps(model, [[batch] for batch in batches_of([16, 16, 16])], graphs=True)
+    assert len(recorded) == 1
+    assert extra.grad is None
+
+
+def test_a_shape_that_cannot_be_recorded(
+    recorded: list[Graph], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def fails(*_: Any) -> Iterator[None]:
+        with torch.random.fork_rng([]):
+            yield
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", fails)
+    parts = [[batch] for batch in batches_of([16, 16, 16])]
+    expected = steps(model_of(), parts, graphs=False)
+    got = steps(model_of(), parts, graphs=True)
+    said = "a CUDA graph cannot be recorded (operation not permitted when stream is capturing)"
+    assert capsys.readouterr().err.count(said) == 1
+    for (loss, gradient), (same_loss, same_gradient) in zip(expected, got, strict=True):
+        assert loss == same_loss
+        assert torch.equal(gradient, same_gradient)
+
+
+def test_a_shape_is_all_but_the_content() -> None:
+    first, second = batches_of([16, 12])
+    assert graphs._shape(first) == graphs._shape(first.to("cpu"))
+    assert graphs._shape(first) != graphs._shape(second)
+
+
+def test_a_loss_may_be_any_tasks(recorded: list[Graph]) -> None:
+    """The result of a replay holds no computation that autograd would keep."""
+    model = model_of("classify, fp32")
+    (batch,) = batches_of([16])
+    replicas = Replicas(model, ALONE, lambda: batch, "fp32", True)
+    for _ in range(3):
+        loss: Loss = replicas.learn(batch, 0, 1)
+        assert not loss.total.requires_grad

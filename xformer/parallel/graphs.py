@@ -1,0 +1,112 @@
+"""CUDA graphs: the passes of a micro-batch are recorded once for each shape, and then replayed.
+
+A training step launches hundreds of kernels, and the host needs longer to launch a small kernel
+than the GPU to run it. A replayed graph is a single launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xformer.data.batch import Batch
+from xformer.data.display import say
+from xformer.tasks.task import Loss
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The passes of one shape. `replay()` reads `batch`, and writes `loss` and `gradients`."""
+
+    replay: Callable[[], None]
+    batch: Batch[Tensor]
+    loss: Loss
+    weights: list[nn.Parameter]
+    gradients: list[Tensor]
+
+    def run(self, batch: Batch[Tensor], alone: bool) -> Loss:
+        """The loss of another batch of this shape; see `Recorder.__call__`."""
+        torch._foreach_copy_([*_tensors(self.batch).values()], [*_tensors(batch).values()])
+        self.replay()
+        for weight, gradient in zip(self.weights, self.gradients, strict=True):
+            if alone:
+                weight.grad = gradient
+            elif weight.grad is None:  # a copy, because the next replay overwrites `gradient`
+                weight.grad = gradient.clone()
+            else:
+                weight.grad += gradient
+        return self.loss
+
+
+class Recorder:
+    """Computes the loss and the gradients of micro-batches by CUDA graphs.
+
+    `passes(batch)` runs the forward and the backward pass without a graph, and `model` is the one
+    whose gradients it computes. The first micro-batch of a shape runs in this way, which loads
+    kernels and compiles code. The second one is recorded. Dropout depends on PyTorch's generator as
+    it does without a graph. If a shape cannot be recorded, one line says so, and all further
+    micro-batches run without a graph.
+    """
+
+    def __init__(self, model: nn.Module, passes: Callable[[Batch[Tensor]], Loss]):
+        self.model, self.passes = model, passes
+        self.recordings: dict[Any, Recording | None] = {}  # by shape; None: seen once
+        self.works = True
+        self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def __call__(self, batch: Batch[Tensor], alone: bool) -> Loss:
+        """The loss of a micro-batch. Its gradients are added to those of the weights, or, if it is
+        `alone` in its step, take their place. The next call overwrites the result."""
+        shape = _shape(batch)
+        if self.works and shape in self.recordings:
+            recording = self.recordings[shape] or self._record(batch)
+            if recording is not None:
+                self.recordings[shape] = recording
+                return recording.run(batch, alone)
+        self.recordings.setdefault(shape)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):  # PyTorch wants the first pass where it will record
+            loss = self.passes(batch)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return loss
+
+    def _record(self, batch: Batch[Tensor]) -> Recording | None:
+        """Record the passes of a batch's shape. No kernel runs and no gradient changes."""
+        weights = [*self.model.parameters()]
+        before = [weight.grad for weight in weights]
+        own: dict[str, Any] = {name: value.clone() for name, value in _tensors(batch).items()}
+        batch = replace(batch, **own)
+        graph = torch.cuda.CUDAGraph()
+        for weight in weights:
+            weight.grad = None
+        try:
+            # thread_local: the feed's thread may copy batches to the GPU meanwhile
+            with torch.cuda.graph(graph, self.pool, self.stream, "thread_local"):
+                loss = self.passes(batch)
+            used = [weight for weight in weights if weight.grad is not None]
+            gradients = [weight.grad for weight in used if weight.grad is not None]
+            return Recording(graph.replay, batch, loss, used, gradients)
+        except RuntimeError as error:
+            self.works = False
+            reason = " ".join(str(error).split())[:200]
+            say(f"a CUDA graph cannot be recorded ({reason}): training goes on without", error=True)
+            return None
+        finally:
+            for weight, gradient in zip(weights, before, strict=True):
+                weight.grad = gradient
+
+
+def _tensors(batch: Batch[Tensor]) -> dict[str, Tensor]:
+    """The tensors of a batch, by field."""
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _shape(batch: Batch[Tensor]) -> Any:
+    """What a graph cannot change: everything about a batch but the content of its tensors."""
+    shapes = [(name, value.shape, value.dtype) for name, value in _tensors(batch).items()]
+    return *shapes, batch.longest, batch.together
