@@ -80,6 +80,8 @@ def device() -> Iterator[None]:
         mock.patch.object(torch.cuda, "Stream", torch.Stream),
         mock.patch.object(torch.cuda, "stream", lambda stream: stream),
         mock.patch.object(torch.cuda, "current_stream", partial(torch.Stream, device="cuda")),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(torch.cuda, "default_generators", [torch.Generator()]),
         mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True),
         mock.patch.object(optimizer, "_foreach_supported_types", [*lists, FakeTensor]),
         mock.patch.object(_foreach_utils, "_has_foreach_support", listed),

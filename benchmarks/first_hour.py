@@ -377,7 +377,7 @@ def padded_rows(lengths: np.ndarray) -> dict[str, Tensor]:
 
 
 class Peer:
-    """A model of transformers at its best: SDPA, compiled, bf16, fused AdamW."""
+    """A model of transformers at its best: SDPA, compiled, CUDA graphs, bf16, fused AdamW."""
 
     def __init__(self, kind: str, config: ModelConfig):
         import transformers
@@ -394,20 +394,28 @@ class Peer:
         self.model = getattr(transformers, kind)(theirs).to(DEVICE).train()
         # Without this, a second length would be compiled with dynamic shapes, which is slower.
         torch.compiler.reset()
-        self.forward = torch.compile(self.model) if CUDA else self.model
-        self.how = "compiled" if CUDA else "not compiled"
+        self.ways: dict[str, Callable[..., Any]] = {"not compiled": self.model}
+        if CUDA:
+            graphs = torch.compile(self.model, mode="reduce-overhead")
+            self.ways = {"CUDA graphs": graphs, "compiled": torch.compile(self.model), **self.ways}
+        self.how, self.forward = next(iter(self.ways.items()))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=True)
 
     def warm_up(self, batches: list[dict[str, Tensor]]) -> None:
-        """Train once. If the model cannot be compiled here, it is used uncompiled."""
-        try:
-            self.train(batches)
-        except Exception as error:
-            if self.forward is self.model:
-                raise
-            traceback.print_exc()
-            self.forward, self.how = self.model, f"not compiled ({type(error).__name__})"
-            self.train(batches)
+        """Train until everything is compiled and recorded, in the best way that works here."""
+        failed = ""
+        for how, self.forward in self.ways.items():
+            self.how = how + failed
+            try:
+                for _ in range(3 if CUDA else 1):
+                    self.train(batches)
+            except Exception as error:
+                if self.forward is self.model:
+                    raise
+                traceback.print_exc()
+                failed += f" ({how}: {type(error).__name__})"
+            else:
+                return
 
     def train(self, batches: list[dict[str, Tensor]]) -> None:
         """Take a step on each batch."""

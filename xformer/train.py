@@ -213,7 +213,7 @@ def seed_dropout(setup: Setup, step: int, micro_batch: int) -> None:
     """Dropout has its own seed in every step, micro-batch and rank."""
     seed = setup.recipe.seed.of("dropout")
     number = key(seed, DROPOUT, step, micro_batch, setup.ranks.rank)
-    torch.manual_seed(int(number >> 1))
+    setup.ranks.seed(int(number >> 1))
 
 
 def loss_of(setup: Setup, model: Model, batch: Batch[Tensor], step: int, micro_batch: int) -> Loss:
