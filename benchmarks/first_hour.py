@@ -392,8 +392,6 @@ class Peer:
         )
         theirs._attn_implementation = "sdpa"
         self.model = getattr(transformers, kind)(theirs).to(DEVICE).train()
-        # Without this, a second length would be compiled with dynamic shapes, which is slower.
-        torch.compiler.reset()
         self.ways: dict[str, Callable[..., Any]] = {"not compiled": self.model}
         if CUDA:
             graphs = torch.compile(self.model, mode="reduce-overhead")
@@ -404,13 +402,13 @@ class Peer:
     def warm_up(self, batches: list[dict[str, Tensor]]) -> None:
         """Train until everything is compiled and recorded, in the best way that works here."""
         failed = ""
-        for how, self.forward in self.ways.items():
-            self.how = how + failed
+        for how, forward in self.ways.items():
+            self.forward, self.how = forward, how + failed
             try:
                 for _ in range(3 if CUDA else 1):
                     self.train(batches)
             except Exception as error:
-                if self.forward is self.model:
+                if forward is self.model:
                     raise
                 traceback.print_exc()
                 failed += f" ({how}: {type(error).__name__})"
@@ -444,6 +442,9 @@ def compared(
     All hold the same `tokens`. `flops` are the model's operations on them, or 0. Our rows come
     before transformers is loaded and compiled, so that they are kept if that fails.
     """
+    # Without this, the peer's second length would be compiled with dynamic shapes, which is slower.
+    # It comes first, because it unloads the kernels that our graphs contain.
+    torch.compiler.reset()
     if only_compile:
         if "both" in steps:
             make_trainer("both").compile(steps["both"][0][0])
@@ -573,7 +574,7 @@ def main() -> int:
             print(json.dumps(asdict(row)), flush=True)
         return 0
     about_machine, deadline = described(), time.monotonic() + 60 * given.minutes
-    results: dict[str, dict[str, Any]] = {}
+    results = earlier(given.output, about_machine) if given.output else {}
 
     def measure(part: str, *options: str) -> dict[str, Any]:
         options += ("--rehearse",) * given.rehearse + ("--fail", part) * (given.fail == part)
@@ -608,7 +609,8 @@ def _arguments() -> argparse.Namespace:
         choices=PARTS,
         default=list(PARTS),
         metavar="PART",
-        help=f"run only some of the parts: {', '.join(PARTS)}",
+        help=f"run only some of the parts, and keep the others of a report of this machine in "
+        f"--output: {', '.join(PARTS)}",
     )
     parser.add_argument(
         "--minutes",
@@ -648,6 +650,17 @@ def in_turn(
             for process in list(running):
                 os.killpg(process.pid, signal.SIGKILL)
             raise
+
+
+def earlier(folder: Path, about_machine: str) -> dict[str, dict[str, Any]]:
+    """The parts that an earlier run on this machine has written into gpu.json; --only replaces some
+    of them."""
+    path = folder / "gpu.json"
+    told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    # what follows "Large" is measured anew each time
+    setups = (told.get("machine", ""), about_machine)
+    before, now = (setup.partition("Large")[0] for setup in setups)
+    return told["parts"] if before == now and told["versions"] == machine.versions() else {}
 
 
 def described() -> str:
@@ -706,7 +719,8 @@ def write_report(folder: Path, about_machine: str, results: dict[str, dict[str, 
     text = "\n".join([*lines, "", f"It took {seconds:.0f} s.", ""])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gpu.md").write_text(text, encoding="utf-8")
-    (folder / "gpu.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    told = {"machine": about_machine, "versions": machine.versions(), "parts": results}
+    (folder / "gpu.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
 
 
 def table(part: str, result: dict[str, Any]) -> list[str]:

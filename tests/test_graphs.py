@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks import bare
 from benchmarks.steps import CASES
 from xformer.data.batch import Batch
+from xformer.data.errors import Failure
 from xformer.parallel import graphs
 from xformer.parallel.graphs import Recorder
 from xformer.parallel.processes import ALONE
@@ -61,23 +62,22 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
 
     def record_and_repeat(self: Recorder, batch: Batch[Tensor]) -> Any:
         recording = original(self, batch)
-        if recording is not None:
 
-            def work() -> None:
-                before = [weight.grad for weight in recording.weights]
-                for weight in recording.weights:
-                    weight.grad = None
-                loss = self.passes(recording.batch)
-                recording.loss.total.copy_(loss.total)
-                recording.loss.correct.copy_(loss.correct)
-                for weight, gradient, old in zip(
-                    recording.weights, recording.gradients, before, strict=True
-                ):
-                    assert weight.grad is not None
-                    gradient.copy_(weight.grad)
-                    weight.grad = old
+        def work() -> None:
+            before = [weight.grad for weight in recording.weights]
+            for weight in recording.weights:
+                weight.grad = None
+            loss = self.passes(recording.batch)
+            recording.loss.total.copy_(loss.total)
+            recording.loss.correct.copy_(loss.correct)
+            for weight, gradient, old in zip(
+                recording.weights, recording.gradients, before, strict=True
+            ):
+                assert weight.grad is not None
+                gradient.copy_(weight.grad)
+                weight.grad = old
 
-            made[-1].work = work
+        made[-1].work = work
         return recording
 
     monkeypatch.setattr(Recorder, "_record", record_and_repeat)
@@ -135,23 +135,22 @@ def test_weights_without_a_gradient_get_none(recorded: list[Graph]) -> None:
 
 
 def test_a_shape_that_cannot_be_recorded(
-    recorded: list[Graph], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recorded: list[Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """PyTorch raises a second error when it leaves the block; the message has the first."""
+
     @contextmanager
     def fails(*_: Any) -> Iterator[None]:
-        with torch.random.fork_rng([]):
-            yield
-        raise RuntimeError("operation not permitted when stream is capturing")
+        yield
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     monkeypatch.setattr(torch.cuda, "graph", fails)
-    parts = [[batch] for batch in batches_of([16, 16, 16])]
-    expected = steps(model_of(), parts, graphs=False)
-    got = steps(model_of(), parts, graphs=True)
-    said = "a CUDA graph cannot be recorded (operation not permitted when stream is capturing)"
-    assert capsys.readouterr().err.count(said) == 1
-    for (loss, gradient), (same_loss, same_gradient) in zip(expected, got, strict=True):
-        assert loss == same_loss
-        assert torch.equal(gradient, same_gradient)
+    parts = [[batch] for batch in batches_of([16, 16])]
+    with pytest.raises(Failure, match=r"\(operation not permitted .*; system.compile=layers and"):
+        steps(model_of(), parts, graphs=True)
 
 
 def test_a_shape_is_all_but_the_content() -> None:

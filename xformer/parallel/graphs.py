@@ -6,6 +6,7 @@ than the GPU to run it. A replayed graph is a single launch.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from xformer.data.batch import Batch
-from xformer.data.display import say
+from xformer.data.errors import Failure
 from xformer.tasks.task import Loss
 
 
@@ -48,39 +49,38 @@ class Recorder:
     `passes(batch)` runs the forward and the backward pass without a graph, and `model` is the one
     whose gradients it computes. The first micro-batch of a shape runs in this way, which loads
     kernels and compiles code. The second one is recorded. Dropout depends on PyTorch's generator as
-    it does without a graph. If a shape cannot be recorded, one line says so, and all further
-    micro-batches run without a graph.
+    it does without a graph.
     """
 
     def __init__(self, model: nn.Module, passes: Callable[[Batch[Tensor]], Loss]):
         self.model, self.passes = model, passes
         self.recordings: dict[Any, Recording | None] = {}  # by shape; None: seen once
-        self.works = True
         self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
     def __call__(self, batch: Batch[Tensor], alone: bool) -> Loss:
         """The loss of a micro-batch. Its gradients are added to those of the weights, or, if it is
-        `alone` in its step, take their place. The next call overwrites the result."""
+        `alone` in its step, take their place. The next call overwrites the result. Raises Failure
+        if a graph cannot be recorded."""
         shape = _shape(batch)
-        if self.works and shape in self.recordings:
+        if shape in self.recordings:
             recording = self.recordings[shape] or self._record(batch)
-            if recording is not None:
-                self.recordings[shape] = recording
-                return recording.run(batch, alone)
-        self.recordings.setdefault(shape)
+            self.recordings[shape] = recording
+            return recording.run(batch, alone)
+        self.recordings[shape] = None
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):  # PyTorch wants the first pass where it will record
             loss = self.passes(batch)
         torch.cuda.current_stream().wait_stream(self.stream)
         return loss
 
-    def _record(self, batch: Batch[Tensor]) -> Recording | None:
+    def _record(self, batch: Batch[Tensor]) -> Recording:
         """Record the passes of a batch's shape. No kernel runs and no gradient changes."""
         weights = [*self.model.parameters()]
         before = [weight.grad for weight in weights]
         own: dict[str, Any] = {name: value.clone() for name, value in _tensors(batch).items()}
         batch = replace(batch, **own)
         graph = torch.cuda.CUDAGraph()
+        gc.collect()  # an older graph that is freed while this one is recorded would spoil it
         for weight in weights:
             weight.grad = None
         try:
@@ -90,11 +90,12 @@ class Recorder:
             used = [weight for weight in weights if weight.grad is not None]
             gradients = [weight.grad for weight in used if weight.grad is not None]
             return Recording(graph.replay, batch, loss, used, gradients)
-        except RuntimeError as error:
-            self.works = False
-            reason = " ".join(str(error).split())[:200]
-            say(f"a CUDA graph cannot be recorded ({reason}): training goes on without", error=True)
-            return None
+        except RuntimeError as error:  # PyTorch cannot compute on this device after that
+            reason = " ".join(str(error.__context__ or error).split())[:200]
+            raise Failure(
+                f"the forward and backward pass cannot be recorded as a CUDA graph ({reason}); "
+                "system.compile=layers and none do without graphs"
+            ) from error
         finally:
             for weight, gradient in zip(weights, before, strict=True):
                 weight.grad = gradient
