@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -673,12 +674,14 @@ def described() -> str:
 
 
 def of_part(part: str, deadline: float, *options: str) -> dict[str, Any]:
-    """The rows of a part, the seconds that it took, and its error if it has one. A part is killed
-    after LIMIT seconds, or at the `deadline` of all parts (of time.monotonic)."""
+    """The rows of a part, the seconds that it took, and, if it failed, the end of its output and
+    the reason in a line. A part is killed after LIMIT seconds, or at the `deadline` of all parts
+    (of time.monotonic)."""
     begun = time.monotonic()
     left = deadline - begun
     if left <= 0:
-        return {"seconds": 0.0, "rows": [], "error": f"not run: {OVER.format(part)}"}
+        reason = f"not run: {OVER.format(part)}"
+        return {"seconds": 0.0, "rows": [], "error": "", "reason": reason}
     line = [sys.executable, "-m", "benchmarks.first_hour", "--part", part, *options]
     limit, late = min(left, LIMIT), ""
     process = subprocess.Popen(
@@ -706,7 +709,11 @@ def of_part(part: str, deadline: float, *options: str) -> dict[str, Any]:
     if process.returncode < 0 and not late:
         late = f"it was ended by {signal.Signals(-process.returncode).name}"
     if process.returncode:
-        result["error"] = f"{error[-6000:]}\n{late}".strip() or f"status {process.returncode}"
+        result["error"] = error[-6000:]
+        named = [
+            line for line in error.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)
+        ]
+        result["reason"] = late or (named or [f"status {process.returncode}"])[-1]
     return result
 
 
@@ -724,11 +731,11 @@ def write_report(folder: Path, about_machine: str, results: dict[str, dict[str, 
 
 
 def table(part: str, result: dict[str, Any]) -> list[str]:
-    """The lines of the table for a part. A failed part ends with the last line of its error."""
+    """The lines of the table for a part. A failed part ends with the reason."""
     lines = [f"| {row['what']} | {row['value']} | {row['note']} |" for row in result["rows"]]
     if "error" in result:
-        last = result["error"].splitlines()[-1].replace("|", "\\|")
-        lines.append(f"| {part} | **failed** | {last} |")
+        reason = result["reason"].replace("|", "\\|")
+        lines.append(f"| {part} | **failed** | {reason} |")
     return lines
 
 

@@ -34,7 +34,9 @@ BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s, from NVIDIA's data she
 PEAK = 989e12  # operations a second of both, in bf16
 STREAMED = 0.8  # of the bandwidth, which element-wise kernels reach (an assumption)
 WIDE, NARROW = 0.7, 0.5  # of the peak, which products reach: at least 768 wide, narrower (assumed)
-LAUNCH = 4e-6  # seconds of the host for a launch (an assumption)
+# Seconds of the host for an operation, PyTorch's and autograd's work included. Measured beside an
+# H100 on a virtual machine: 599 operations of a BERT-base step in 31 ms, 353 of MiniLM's in 17 ms.
+LAUNCH = 50e-6
 GRAPH = 1e-6  # seconds of the GPU between two kernels of a CUDA graph (an assumption)
 PAPER = 200_000  # steps of 150 x 128 (Chiang & Lee 2020)
 

@@ -7,6 +7,7 @@ PyTorch's own operations. Two models are compiled by inductor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import combinations, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from fake_device.compiled_steps import COMPILED
-from helpers import NO_DROPOUT, SMOKE, Forks, good, refused, training
+from helpers import CLASSIFY, NO_DROPOUT, SMOKE, Forks, good, refused, training
 from test_scale import SHORT, close
 from tiny import ESM, MODERNBERT
 from torch import Tensor
@@ -23,6 +24,7 @@ from toys import Toys
 
 from benchmarks import fake_cuda
 from benchmarks.steps import CNN, SHAPE, TASKS
+from xformer.config import load
 from xformer.data.batch import Batch
 from xformer.data.capacity import Capacities, least_filler
 from xformer.data.errors import BadInput
@@ -31,8 +33,10 @@ from xformer.data.sampler import Samples, Stream
 from xformer.model.config import ModelConfig
 from xformer.parallel import compiled
 from xformer.parallel.compiled import compile_parts, compiles, not_compiled
-from xformer.parallel.feed import ONE_SHAPE, SHAPES, Feed, to_device
+from xformer.parallel.feed import SHAPES, Feed, to_device
 from xformer.parallel.processes import ALONE, Ranks, TrainingSystem
+from xformer.prepare import prepare
+from xformer.recipe import Recipe
 from xformer.tasks.task import Model, Task
 
 LONGEST = 16
@@ -214,7 +218,7 @@ class Lengths:
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokens", "limit"), [(32, 0, 0.06), (16, 0, 0.06), (1, ONE_SHAPE, 0.03)]
+    ("rows", "tokens", "limit"), [(32, 0, 0.06), (16, 0, 0.06), (1, 2**13, 0.03)]
 )
 @pytest.mark.parametrize("spread", [0.3, 0.6])
 def test_little_of_a_batch_is_filler(rows: int, tokens: int, limit: float, spread: float) -> None:
@@ -394,15 +398,16 @@ def test_scoring_does_not_use_compiled_code(traced: list[int]) -> None:
 
 def test_what_is_compiled() -> None:
     def decided(
-        asked: Any, device: str, ranks: int = 1, config: Any = SHAPE, task: str = "mlm"
+        asked: Any, device: str, ranks: int = 1, config: Any = SHAPE, pays: bool = True
     ) -> str:
         system = TrainingSystem(compile=asked)
         where = Ranks(0, ranks, torch.device(device))
-        return compiles(system, where, ModelConfig(**config), task)
+        return compiles(system, where, ModelConfig(**config), lambda: pays)
 
     assert decided("auto", "cpu") == "none"
     assert decided("auto", "cuda") == "both"
-    assert decided("auto", "cuda", task="classify") == "graphs"
+    assert decided("auto", "cuda", pays=False) == "graphs"
+    assert decided("auto", "cuda", 8, pays=False) == "none"
     assert decided("auto", "cuda", 8) == "layers"
     assert decided("auto", "cuda", config=CNN) == "none"
     assert decided("graphs", "cuda") == "graphs"
@@ -413,6 +418,24 @@ def test_what_is_compiled() -> None:
         for asked in ("graphs", "both"):
             with pytest.raises(BadInput, match=f"{asked} needs a GPU and a single process"):
                 decided(asked, device, ranks)
+
+
+def test_a_compiler_is_for_long_runs_with_one_shape(
+    data: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The setting `auto`, decided by the first micro-batches of the run."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+
+    def decided(recipe: str, store: Path, *settings: str) -> str:
+        _, *line = training(recipe, store, tmp_path / "run", *settings)
+        setup = prepare(load(Recipe, line), ALONE)
+        assert setup.compiling == "none"
+        on_gpu = replace(setup, ranks=Ranks(0, 1, torch.device("cuda")))
+        return on_gpu.compiling
+
+    assert decided(SMOKE, data.text, "batch.tokens=4096", "batch.max_tokens=16") == "both"
+    assert decided(SMOKE, data.text, "batch.rows=2") == "graphs"
+    assert decided(CLASSIFY, data.classes, "batch.tokens=4096", "batch.max_tokens=16") == "graphs"
 
 
 def test_a_compiled_run_gives_the_same_model(forks: Forks, data: Toys, tmp_path: Path) -> None:

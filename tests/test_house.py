@@ -70,6 +70,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "One model on several ranks, batches on their way to the device, and compiled code.": (
         "xformer.parallel.compiled",
         "xformer.parallel.feed",
+        "xformer.parallel.graphs",
         "xformer.parallel.replicas",
     ),
     "Optimizers, learning rates, clip and step.": ("xformer.optim",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,17 @@ class Setup:
         )
         recipe = self.recipe.model_copy(update={"optim": other.optim, "train": train})
         return replace(self, recipe=recipe)
+
+    @cached_property
+    def compiling(self) -> str:
+        """What the run compiles: `system.compile`, with "auto" replaced."""
+
+        def pays() -> bool:
+            """Compiling takes 20 s for each shape of a batch, and fine-tuning is soon over."""
+            return self.task.predicts_masked and len(self.feed(fixed=True).shapes) == 1
+
+        system, ranks = self.recipe.system, self.ranks
+        return compiles(system, ranks, self.start.config, lambda: ranks.on_rank_zero(pays))
 
     def feed(self, fixed: bool = False) -> Feed:
         """The training batches of this rank, step by step. If `fixed`, they have few shapes."""
@@ -620,9 +631,7 @@ def open_run(setup: Setup) -> tuple[Run, dict[str, Any]]:
     config, identity = setup.recipe.model_dump(mode="json"), identity_of(setup)
     provenance.refuse_unlike_ranks(setup.ranks)
     environment = setup.ranks.on_rank_zero(partial(provenance.environment, setup.ranks))
-    environment["compile"] = compiles(
-        setup.recipe.system, setup.ranks, setup.start.config, setup.task.name
-    )
+    environment["compile"] = setup.compiling
     content = {"config": config, "identity": identity, "environment": environment}
     path = Path(setup.recipe.run)
     run = Run(path)

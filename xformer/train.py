@@ -31,7 +31,7 @@ from xformer.monitor import Monitor, cut_log, events
 from xformer.ops import native
 from xformer.optim import clip_and_step, gradient_norm
 from xformer.parallel import processes
-from xformer.parallel.compiled import compile_parts, compiles
+from xformer.parallel.compiled import compile_parts
 from xformer.parallel.feed import Feed, Step
 from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import Ranks
@@ -122,7 +122,7 @@ def _train_from(
         kept = setup.trajectory.announcement(run.path, state.step)
         monitor.say(*filter(None, (*notes, kept)))
         monitor.describe((run.earlier or {}).get("starts", []))
-        compiling = compiles(recipe.system, ranks, setup.start.config, setup.task.name)
+        compiling = setup.compiling
         feed = setup.feed(fixed=compiling != "none")
         _compile(model, compiling, setup, feed, monitor)
         with (

@@ -28,17 +28,19 @@ BACKEND = "inductor"
 PROGRAMS = 256
 
 
-def compiles(system: TrainingSystem, ranks: Ranks, config: ModelConfig, task: str) -> str:
-    """`system.compile`, with "auto" replaced. Raises BadInput if the model, the device or the
-    number of ranks does not allow what the settings ask for."""
+def compiles(
+    system: TrainingSystem, ranks: Ranks, config: ModelConfig, pays: Callable[[], bool]
+) -> str:
+    """`system.compile`, with "auto" replaced. `pays()` says whether the run is long enough for a
+    compiler. Raises BadInput if the model, the device or the number of ranks does not allow what
+    the settings ask for."""
     asked, cnn = system.compile, config.architecture == "hilbert_cnn"
     if asked == "auto":
         if ranks.device.type != "cuda" or cnn:
             return "none"
         if ranks.world_size > 1:
-            return "layers"
-        # compiling takes minutes for the many shapes of a fine-tuning, which is soon over
-        return "both" if task == "mlm" else "graphs"
+            return "layers" if pays() else "none"
+        return "both" if pays() else "graphs"
     if asked != "none" and cnn:
         raise BadInput(
             f"system.compile={asked} needs a transformer: the batch norms of a Hilbert-CNN would "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from xformer.data.batch import Assembler, Batch, Masks, Workload, rows_of
-from xformer.data.capacity import Capacities
+from xformer.data.capacity import Capacities, Capacity
 from xformer.data.masking import SPREAD, MaskSchedule
 from xformer.data.sampler import Stream
 from xformer.parallel.processes import Ranks
@@ -24,8 +24,7 @@ from xformer.tasks.task import to_device
 # no more than a token of a large one.
 TOKENS_AHEAD = 2**17
 SHAPES = 8  # at most this many shapes are chosen for filled micro-batches
-# If batch.tokens gives each micro-batch at least this many tokens, only one shape is chosen.
-ONE_SHAPE = 2**13
+FILLER = 0.05  # a single shape is chosen if no more of its tokens are filler
 LOOKED_AT = 512  # the sizes of this many micro-batches decide the shapes
 STEPS_AHEAD = 512  # at most this many steps are made at once; each needs 3 KiB beside its tokens
 Item = TypeVar("Item")
@@ -187,18 +186,23 @@ class Feed:
                 tokens.append(int(sizes[i:j].sum()))
                 rows.append((j - i) * split.together)
             position += len(examples)
-        most = 1 if self.stream.tokens >= ONE_SHAPE * pieces else SHAPES
         if self.stream.tokens and pieces == 1:
             tokens.append(self.stream.tokens)  # no step has more
+        filler = 1 - sum(tokens) / (len(tokens) * max(1, *tokens))  # with a single shape
         return Capacities(
             np.array(tokens),
             np.array(rows),
-            most,
+            1 if filler <= FILLER else SHAPES,
             self.assembler.max_tokens,
             split.together,
             self._share_to_predict(sum(tokens), sum(rows)),
             SPREAD if self.masking is not None and self.masking.spans else 1.0,
         )
+
+    @property
+    def shapes(self) -> list[Capacity]:
+        """The shapes that micro-batches are filled up to."""
+        return self.capacities.known if self.capacities else []
 
     def _share_to_predict(self, tokens: int, rows: int) -> float:
         """The share of tokens to predict, in `rows` rows that have `tokens` tokens in total."""

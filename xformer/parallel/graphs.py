@@ -81,6 +81,8 @@ class Recorder:
         batch = replace(batch, **own)
         graph = torch.cuda.CUDAGraph()
         gc.collect()  # an older graph that is freed while this one is recorded would spoil it
+        # The graph then gets a workspace of its own. Other programs may free the common one.
+        torch._C._cuda_clearCublasWorkspaces()
         for weight in weights:
             weight.grad = None
         try:
