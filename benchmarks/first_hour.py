@@ -13,6 +13,7 @@ gpu.json are written again after every part.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -40,6 +41,7 @@ from benchmarks.steps import CASES, SHAPE
 from xformer import cost
 from xformer.data.batch import Batch, Workload
 from xformer.data.capacity import Capacities
+from xformer.data.errors import Failure
 from xformer.model.config import ModelConfig
 from xformer.ops import native
 from xformer.parallel import compiled
@@ -124,13 +126,19 @@ def gradient(
 
 
 def waits(rehearse: bool) -> list[Row]:
-    """Take twenty steps of every task, optimizer and shape. If the host waits, that is an error,
-    except with the optimizers ASK_THE_HOST."""
+    """Take twenty steps of every task, optimizer and shape, without CUDA graphs and with them. If
+    the host waits, that is an error, except with the optimizers ASK_THE_HOST."""
     wrong = []
-    for name, case in CASES.items():
-        trainer, batches = case.trainer(DEVICE), case.batches(DEVICE)
-        trainer.train([batches])  # the first step copies class weights and the Hilbert curve
-        if CUDA and name not in ASK_THE_HOST:
+    cases = {f"{name}, {way}": (case, way) for name, case in CASES.items() for way in WAYS[::2]}
+    cases.pop("Hilbert-CNN, graphs")
+    for name, (case, way) in cases.items():
+        trainer, batches = case.trainer(DEVICE, f"system.compile={way}"), case.batches(DEVICE)
+        # the first step copies class weights and the Hilbert curve; the second is recorded
+        try:
+            trainer.train([batches] * 3)
+        except Failure as error:
+            raise AssertionError(f"{name}: {error}") from error
+        if CUDA and name.partition(",")[0] not in ASK_THE_HOST:
             torch.cuda.set_sync_debug_mode("error")
         try:
             trainer.train([batches] * (2 if rehearse else 20))
@@ -142,7 +150,7 @@ def waits(rehearse: bool) -> list[Row]:
                 torch.cuda.set_sync_debug_mode("default")
     if wrong:
         raise AssertionError("; ".join(wrong))
-    return [Row("steps without an unexpected wait of the host", f"{len(CASES)} cases")]
+    return [Row("steps without an unexpected wait of the host", f"{len(cases)} cases")]
 
 
 def programs(rehearse: bool) -> Iterator[Row]:
@@ -453,8 +461,8 @@ def compared(
         return
     fastest, ours = float("inf"), lambda: None
     for way, own in steps.items():
+        begun, before = time.perf_counter(), memory_in_use()
         trainer = make_trainer(way)
-        begun = time.perf_counter()
         note = trainer.compile(own[0][0])
         if "fails" in note:
             yield Row(f"{what}, compile={way}", "not run", note)
@@ -465,7 +473,7 @@ def compared(
 
         train()
         warm = time.perf_counter() - begun
-        memory = peak_memory(train)
+        memory = peak_memory() - before
         seconds = median([seconds_of(train) for _ in range(ROUNDS)])
         peak = cost.peak_flops(torch.cuda.get_device_name(0), "bf16") if CUDA else None
         share = f"{flops / seconds / peak:.1%} of the peak, " if flops and peak else ""
@@ -474,15 +482,16 @@ def compared(
         yield Row(f"{what}, compile={way}", f"{tokens / seconds:,.0f} {unit}", note)
         if seconds < fastest:
             fastest, ours = seconds, train
+        del trainer, train
 
-    held = torch.cuda.memory_allocated() if CUDA else 0  # by our models
+    before = memory_in_use()
     peer = make_peer()
 
     def theirs() -> None:
         peer.train(batches)
 
     peer.warm_up(batches)
-    memory = peak_memory(theirs) - held / 2**30
+    memory = peak_memory() - before
     rounds = [(seconds_of(ours), seconds_of(theirs)) for _ in range(ROUNDS)]
     ours_took, theirs_took = (median(took) for took in zip(*rounds, strict=True))
     yield Row(
@@ -503,14 +512,19 @@ def seconds_of(work: Callable[[], None]) -> float:
     return time.perf_counter() - begun
 
 
-def peak_memory(work: Callable[[], None]) -> float:
-    """The most GiB that PyTorch has allocated on the GPU at once during a piece of work."""
+def memory_in_use() -> float:
+    """The GiB of the GPU that PyTorch needs for what is alive. `peak_memory` counts from here."""
     if not CUDA:
         return 0.0
+    gc.collect()
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    work()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / 2**30
+    return torch.cuda.memory_reserved() / 2**30
+
+
+def peak_memory() -> float:
+    """The most GiB of the GPU that PyTorch has held at once since `memory_in_use`."""
+    return torch.cuda.max_memory_reserved() / 2**30 if CUDA else 0.0
 
 
 def idle_share(work: Callable[[], None]) -> str:

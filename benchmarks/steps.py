@@ -68,13 +68,13 @@ class Case:
     settings: tuple[str, ...] = (FP32,)
     model: dict[str, Any] = field(default_factory=lambda: SHAPE)
 
-    def trainer(self, device: str = "cuda") -> bare.Trainer:
-        """A trainer of the model, with random weights."""
+    def trainer(self, device: str = "cuda", *more: str) -> bare.Trainer:
+        """A trainer of the model, with random weights, and with `more` settings."""
         with torch.device(device):
             model = Model(ModelConfig(**self.model), self.task).train()
             for weight in model.parameters():
                 nn.init.normal_(weight, 0.0, 0.02)
-        return bare.Trainer(model, *self.settings)
+        return bare.Trainer(model, *self.settings, *more)
 
     def batches(self, device: str = "cuda") -> list[Batch[Tensor]]:
         """The micro-batches of a step."""
@@ -103,8 +103,8 @@ class Case:
 class Counting(Case):
     """The optimizer counts its steps on the device, where the host reads them for each weight."""
 
-    def trainer(self, device: str = "cuda") -> bare.Trainer:
-        trainer = super().trainer(device)
+    def trainer(self, device: str = "cuda", *more: str) -> bare.Trainer:
+        trainer = super().trainer(device, *more)
         for state in trainer.optimizer.state.values():
             state["step"] = state["step"].to(device)
         return trainer
@@ -137,6 +137,7 @@ CASES = {
     **{name: Case(MLM, (f"optim.name={name}", "optim.weight_decay=0.1")) for name in optim.KINDS},
     "accumulated gradients": Case(MLM, ("batch.accumulate=2",)),
     "spikes": Case(MLM, ("train.spike=6",)),
+    "a probe": Case(Classify(Head("classify", CLASSES, layer=1))),
     "label smoothing": Case(Classify(Head("classify", CLASSES, smoothing=0.1))),
     "class weights": Case(Classify(Head("classify", CLASSES, class_weights=(1.0, 2.0, 0.5)))),
     "heads of 160": Case(MLM, (BF16,), SHAPE | {"heads": 2, "hidden": 320}),

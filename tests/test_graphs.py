@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from benchmarks import bare
 from benchmarks.steps import CASES
 from xformer.data.batch import Batch
 from xformer.data.errors import Failure
+from xformer.data.tags import IGNORED
 from xformer.parallel import graphs
 from xformer.parallel.graphs import Recorder
 from xformer.parallel.processes import ALONE
@@ -65,15 +67,15 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
         recording = original(self, batch)
 
         def work() -> None:
-            before = [weight.grad for weight in recording.weights]
-            for weight in recording.weights:
+            before = [weight.grad for weight in recording.gradients]
+            for weight in recording.gradients:
                 weight.grad = None
             loss = self.passes(recording.batch)
             recording.loss.total.copy_(loss.total)
             recording.loss.correct.copy_(loss.correct)
-            for weight, gradient, old in zip(
-                recording.weights, recording.gradients, before, strict=True
-            ):
+            assert isinstance(recording.loss.count, Tensor)
+            recording.loss.count.copy_(torch.as_tensor(loss.count))
+            for (weight, gradient), old in zip(recording.gradients.items(), before, strict=True):
                 assert weight.grad is not None
                 gradient.copy_(weight.grad)
                 weight.grad = old
@@ -97,18 +99,20 @@ def model_of(name: str = "mlm, fp32") -> Model:
 
 def steps(
     model: Model, parts: list[list[Batch[Tensor]]], graphs: bool
-) -> list[tuple[float, Tensor]]:
-    """The loss and the gradient of every step. Its micro-batches have dropout of their own."""
+) -> list[tuple[list[float], Tensor]]:
+    """Loss, count and correct predictions of every step, and its gradient. Its micro-batches have
+    dropout of their own."""
     replicas = Replicas(model, ALONE, lambda: parts[0][0], "fp32", graphs)
     results = []
     for number, batches in enumerate(parts):
         model.zero_grad()
-        total = 0.0
+        sums = replicas.begin()
         for i, batch in enumerate(batches):
             torch.manual_seed(10 * number + i)
-            total += replicas.learn(batch, i, len(batches)).total.item()
+            sums.add(replicas.learn(batch, i, len(batches)))
         gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-        results.append((total, torch.cat([gradient.flatten() for gradient in gradients])))
+        gradient = torch.cat([gradient.flatten() for gradient in gradients])
+        results.append((sums.all.tolist(), gradient))
     return results
 
 
@@ -116,12 +120,15 @@ def steps(
 def test_graphs_give_the_same_losses_and_gradients(together: int, recorded: list[Graph]) -> None:
     """Two shapes take turns, in steps of one micro-batch and of several."""
     batches = batches_of([16, 16, 16, 12, 12, 16, 12, 16, 16, 12, 12, 16])
+    for i, batch in enumerate(batches):  # filler, which does not count
+        assert batch.targets is not None
+        batch.targets[:i] = IGNORED
     parts = [batches[i : i + together] for i in range(0, len(batches), together)]
     expected = steps(model_of(), parts, graphs=False)
     got = steps(model_of(), parts, graphs=True)
     assert len(recorded) == 2
-    for (loss, gradient), (same_loss, same_gradient) in zip(expected, got, strict=True):
-        assert loss == pytest.approx(same_loss, rel=1e-6)
+    for (sums, gradient), (same_sums, same_gradient) in zip(expected, got, strict=True):
+        assert sums == pytest.approx(same_sums, rel=1e-6)
         torch.testing.assert_close(gradient, same_gradient)
 
 
@@ -150,21 +157,51 @@ def test_a_shape_that_cannot_be_recorded(
 
     monkeypatch.setattr(torch.cuda, "graph", fails)
     parts = [[batch] for batch in batches_of([16, 16])]
-    with pytest.raises(Failure, match=r"\(operation not permitted .*; system.compile=layers and"):
+    with pytest.raises(Failure, match=r"\(operation not permitted .*; give system.compile=layers"):
         steps(model_of(), parts, graphs=True)
 
 
 def test_a_shape_is_all_but_the_content() -> None:
-    first, second = batches_of([16, 12])
-    assert graphs._shape(first) == graphs._shape(first.to("cpu"))
-    assert graphs._shape(first) != graphs._shape(second)
+    first, second = batches_of([16, 16])
+    assert not torch.equal(first.tokens, second.tokens)
+    shape = graphs._shape(first)
+    assert shape == graphs._shape(second)
+    others = (
+        batches_of([12])[0],
+        replace(first, longest=17),
+        replace(first, together=2),
+        replace(first, labels=None),
+        replace(first, tokens=first.tokens.int()),
+    )
+    assert all(graphs._shape(other) != shape for other in others)
 
 
-def test_a_loss_may_be_any_tasks(recorded: list[Graph]) -> None:
-    """The result of a replay holds no computation that autograd would keep."""
-    model = model_of("classify, fp32")
+def test_all_graphs_share_the_memory_of_their_gradients(recorded: list[Graph]) -> None:
+    batches = batches_of([16, 16, 12, 12, 8, 8])
+    replicas = Replicas(model_of(), ALONE, lambda: batches[0], "fp32", True)
+    for batch in batches:
+        replicas.learn(batch, 0, 1)
+    assert replicas.recorder is not None
+    one, *others = (r.gradients for r in replicas.recorder.recordings.values() if r is not None)
+    assert len(others) == 2
+    for other in others:
+        assert all(other[weight] is gradient for weight, gradient in one.items())
+
+
+def test_too_little_memory_is_one_line(recorded: list[Graph]) -> None:
+    """In the first passes of a shape, and while they are recorded."""
     (batch,) = batches_of([16])
-    replicas = Replicas(model, ALONE, lambda: batch, "fp32", True)
-    for _ in range(3):
-        loss: Loss = replicas.learn(batch, 0, 1)
-        assert not loss.total.requires_grad
+    replicas = Replicas(model_of(), ALONE, lambda: batch, "fp32", True)
+    assert replicas.recorder is not None
+    passes = replicas.recorder.passes
+
+    def no_memory(_: Batch[Tensor]) -> Loss:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    for _ in range(2):
+        replicas.recorder.passes = no_memory
+        with pytest.raises(Failure, match=r"too little memory: batch\.accumulate divides a step"):
+            replicas.learn(batch, 0, 1)
+        replicas.recorder.passes = passes
+        replicas.recorder.recordings.clear()
+        replicas.learn(batch, 0, 1)

@@ -52,29 +52,35 @@ def bad_loss(self, batch):
     return result
 Model.loss = bad_loss
 """
-# Python that makes a weight infinite once, after the fifth step
-BAD_WEIGHT = """
+# Python that changes a step: `learn` computes its gradients, and `now[0]` is its number
+LEARN = """
 import torch
 from xformer import train
-loss_of, done = train.loss_of, []
-def spoil(setup, model, batch, step, i):
-    if step == 5 and not done:
-        done.append(step)
-        with torch.no_grad():
-            model.copy.encoder.layers[0].mlp.up.weight[3, 5] = torch.nan
-    return loss_of(setup, model, batch, step, i)
-train.loss_of = spoil
-"""
-# Python that makes every loss after the fifth step infinite
-BAD_LOSSES = """
-from xformer import train
+from xformer.parallel.replicas import Replicas
 from xformer.tasks.task import Loss
-from xformer.tracing import BACKWARD, FORWARD, NOWHERE, WEIGHT, first_layer
-loss_of = train.loss_of
-def spoil(setup, model, batch, step, i):
-    loss = loss_of(setup, model, batch, step, i)
-    return loss if step < 5 else Loss(loss.total / 0, loss.count, loss.correct)
-train.loss_of = spoil
+seed_dropout, learn, now = train.seed_dropout, Replicas.learn, [0]
+def remember(setup, step, i):
+    now[0] = step
+    seed_dropout(setup, step, i)
+train.seed_dropout = remember
+"""
+# a weight becomes NaN once, after the fifth step
+BAD_WEIGHT = f"""{LEARN}
+done = []
+def spoil(self, *given):
+    if now[0] == 5 and not done:
+        done.append(5)
+        with torch.no_grad():
+            self.model.encoder.layers[0].mlp.up.weight[3, 5] = torch.nan
+    return learn(self, *given)
+Replicas.learn = spoil
+"""
+# every loss after the fifth step is infinite
+BAD_LOSSES = f"""{LEARN}
+def spoil(self, *given):
+    loss = learn(self, *given)
+    return loss if now[0] < 5 else Loss(loss.total / 0, loss.count, loss.correct)
+Replicas.learn = spoil
 """
 
 
@@ -295,15 +301,11 @@ def test_a_spike_is_skipped(forks: Forks, data: Toys, tmp_path: Path) -> None:
 
     One run is stopped and continued before that, because the statistics are part of the checkpoint.
     """
-    spike = """
-from xformer import train
-from xformer.tasks.task import Loss
-from xformer.tracing import BACKWARD, FORWARD, NOWHERE, WEIGHT, first_layer
-loss_of = train.loss_of
-def spiky(setup, model, batch, step, i):
-    loss = loss_of(setup, model, batch, step, i)
-    return Loss(loss.total * 1000, loss.count, loss.correct) if step == 109 else loss
-train.loss_of = spiky
+    spike = f"""{LEARN}
+def spiky(self, *given):
+    loss = learn(self, *given)
+    return Loss(loss.total * 1000, loss.count, loss.correct) if now[0] == 109 else loss
+Replicas.learn = spiky
 """
     wanted = [
         "train.steps=115",

@@ -121,8 +121,7 @@ class Setup:
             """Compiling takes 20 s for each shape of a batch, and fine-tuning is soon over."""
             return self.task.predicts_masked and len(self.feed(fixed=True).shapes) == 1
 
-        system, ranks = self.recipe.system, self.ranks
-        return compiles(system, ranks, self.start.config, lambda: ranks.on_rank_zero(pays))
+        return compiles(self.recipe.system, self.ranks, self.start.config, pays)
 
     def feed(self, fixed: bool = False) -> Feed:
         """The training batches of this rank, step by step. If `fixed`, they have few shapes."""

@@ -26,8 +26,8 @@ def trace(
 
     Returns the stage (WEIGHT to NOWHERE), and a record with the place in words (`where`), the
     `rows` of the store, and for FORWARD and BACKWARD the `rank` and the `micro_batch`.
-    The passes are repeated without compiled code and on batches without filler. If the step used
-    compiled code, its batches had filler, so its dropout was different.
+    The passes are repeated without compiled code or graphs, on batches without filler. If those of
+    the step had filler, its dropout was different.
     """
     ranks, batches = setup.ranks, setup.feed().take(position).batches
     packed = [to_device(batch, ranks.device) for batch in batches]

@@ -1,4 +1,4 @@
-"""Batches of a few fixed shapes, for compiled code: a batch is filled up to a capacity.
+"""Batches of a few fixed shapes, for CUDA graphs and compiled code: each is filled to a capacity.
 
 T tokens in the batch, N rows, M masked or tagged tokens. A filled batch gives the same loss and the
 same gradients: filler tokens are rows of their own, to which no other row attends, and no filler

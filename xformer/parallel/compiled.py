@@ -31,15 +31,13 @@ PROGRAMS = 256
 def compiles(
     system: TrainingSystem, ranks: Ranks, config: ModelConfig, pays: Callable[[], bool]
 ) -> str:
-    """`system.compile`, with "auto" replaced. `pays()` says whether the run is long enough for a
-    compiler. Raises BadInput if the model, the device or the number of ranks does not allow what
-    the settings ask for."""
+    """`system.compile`, with "auto" replaced. `pays()` says whether a compiler is worth its time.
+    Raises BadInput if the model, the device or the number of ranks does not allow what the settings
+    ask for."""
     asked, cnn = system.compile, config.architecture == "hilbert_cnn"
     if asked == "auto":
-        if ranks.device.type != "cuda" or cnn:
+        if ranks.device.type != "cuda" or ranks.world_size > 1 or cnn:
             return "none"
-        if ranks.world_size > 1:
-            return "layers" if pays() else "none"
         return "both" if pays() else "graphs"
     if asked != "none" and cnn:
         raise BadInput(

@@ -64,7 +64,7 @@ class Feed:
 
     Every rank gets `accumulate` micro-batches a step, with about equally many tokens. With
     `masking`, tokens are masked. If `fixed`, every micro-batch is filled up to one of a few shapes,
-    for compiled code.
+    for CUDA graphs and compiled code.
     """
 
     def __init__(

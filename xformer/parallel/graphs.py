@@ -26,20 +26,22 @@ class Recording:
     replay: Callable[[], None]
     batch: Batch[Tensor]
     loss: Loss
-    weights: list[nn.Parameter]
-    gradients: list[Tensor]
+    gradients: dict[nn.Parameter, Tensor]
 
     def run(self, batch: Batch[Tensor], alone: bool) -> Loss:
         """The loss of another batch of this shape; see `Recorder.__call__`."""
         torch._foreach_copy_([*_tensors(self.batch).values()], [*_tensors(batch).values()])
         self.replay()
-        for weight, gradient in zip(self.weights, self.gradients, strict=True):
-            if alone:
+        if alone:
+            for weight, gradient in self.gradients.items():
                 weight.grad = gradient
-            elif weight.grad is None:  # a copy, because the next replay overwrites `gradient`
+            return self.loss
+        pairs = [(weight.grad, new) for weight, new in self.gradients.items()]
+        if sums := [(old, new) for old, new in pairs if old is not None]:
+            torch._foreach_add_([old for old, _ in sums], [new for _, new in sums])
+        for weight, gradient in self.gradients.items():
+            if weight.grad is None:  # a copy, because the next replay overwrites `gradient`
                 weight.grad = gradient.clone()
-            else:
-                weight.grad += gradient
         return self.loss
 
 
@@ -49,32 +51,40 @@ class Recorder:
     `passes(batch)` runs the forward and the backward pass without a graph, and `model` is the one
     whose gradients it computes. The first micro-batch of a shape runs in this way, which loads
     kernels and compiles code. The second one is recorded. Dropout depends on PyTorch's generator as
-    it does without a graph.
+    it does without a graph. All graphs share the memory of their activations, and that of their
+    gradients.
     """
 
     def __init__(self, model: nn.Module, passes: Callable[[Batch[Tensor]], Loss]):
         self.model, self.passes = model, passes
         self.recordings: dict[Any, Recording | None] = {}  # by shape; None: seen once
+        self.gradients: dict[nn.Parameter, Tensor] = {}
         self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
     def __call__(self, batch: Batch[Tensor], alone: bool) -> Loss:
         """The loss of a micro-batch. Its gradients are added to those of the weights, or, if it is
         `alone` in its step, take their place. The next call overwrites the result. Raises Failure
-        if a graph cannot be recorded."""
+        if a graph cannot be recorded, or if the memory does not suffice."""
         shape = _shape(batch)
-        if shape in self.recordings:
-            recording = self.recordings[shape] or self._record(batch)
-            self.recordings[shape] = recording
-            return recording.run(batch, alone)
-        self.recordings[shape] = None
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):  # PyTorch wants the first pass where it will record
-            loss = self.passes(batch)
-        torch.cuda.current_stream().wait_stream(self.stream)
-        return loss
+        try:
+            if shape in self.recordings:
+                recording = self.recordings[shape] or self._record(batch)
+                self.recordings[shape] = recording
+                return recording.run(batch, alone)
+            self.recordings[shape] = None
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):  # PyTorch wants it where it will record
+                loss = self.passes(batch)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return loss
+        except torch.OutOfMemoryError as error:
+            raise Failure(
+                "the GPU has too little memory: batch.accumulate divides a step into smaller "
+                "micro-batches, and system.compile=none takes less memory when a new shape comes"
+            ) from error
 
     def _record(self, batch: Batch[Tensor]) -> Recording:
-        """Record the passes of a batch's shape. No kernel runs and no gradient changes."""
+        """Record the passes of a batch's shape. They do not run, and no gradient changes."""
         weights = [*self.model.parameters()]
         before = [weight.grad for weight in weights]
         own: dict[str, Any] = {name: value.clone() for name, value in _tensors(batch).items()}
@@ -89,18 +99,27 @@ class Recorder:
             # thread_local: the feed's thread may copy batches to the GPU meanwhile
             with torch.cuda.graph(graph, self.pool, self.stream, "thread_local"):
                 loss = self.passes(batch)
-            used = [weight for weight in weights if weight.grad is not None]
-            gradients = [weight.grad for weight in used if weight.grad is not None]
-            return Recording(graph.replay, batch, loss, used, gradients)
+                gradients = self._in_common_memory(weights)
+            return Recording(graph.replay, batch, loss, gradients)
         except RuntimeError as error:  # PyTorch cannot compute on this device after that
-            reason = " ".join(str(error.__context__ or error).split())[:200]
+            cause = error.__context__ or error
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
             raise Failure(
-                f"the forward and backward pass cannot be recorded as a CUDA graph ({reason}); "
-                "system.compile=layers and none do without graphs"
+                "the forward and backward pass cannot be recorded as a CUDA graph "
+                f"({' '.join(str(cause).split())[:200]}); give system.compile=layers or none"
             ) from error
         finally:
             for weight, gradient in zip(weights, before, strict=True):
                 weight.grad = gradient
+
+    def _in_common_memory(self, weights: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """The gradients of these weights, moved to the memory that all graphs share."""
+        new = {weight: weight.grad for weight in weights if weight.grad is not None}
+        common = {weight: self.gradients.setdefault(weight, new[weight]) for weight in new}
+        if moved := [weight for weight in new if common[weight] is not new[weight]]:
+            torch._foreach_copy_([common[w] for w in moved], [new[w] for w in moved])
+        return common
 
 
 def _tensors(batch: Batch[Tensor]) -> dict[str, Tensor]:

@@ -70,9 +70,9 @@ class TrainingSystem(SystemConfig):
     compile: Literal["auto", "none", "layers", "graphs", "both"] = "auto"
     """How training is prepared for a GPU. layers: torch.compile compiles the embeddings and each
     layer. graphs: the forward and backward pass become CUDA graphs, which one process alone can
-    use. both: graphs of compiled layers. none: neither. auto: on a single GPU both for MLM, and
-    graphs for other tasks, whose runs are short; on several GPUs layers; on the CPU none. Except
-    with none, every batch is filled up to one of a few shapes."""
+    use. both: graphs of compiled layers. none: neither. auto: on a single GPU both for MLM on
+    batches of one shape, otherwise graphs; on several GPUs, on the CPU and for a Hilbert-CNN none.
+    Except with none, every batch is filled up to one of a few shapes."""
     profile: bool = False
     """Trace a few steps of rank 0, write RUN/profile/ and print where the time goes."""
 
@@ -101,7 +101,8 @@ class Ranks:
         """Seed the generator of this rank's device."""
         # not torch.manual_seed, which seeds devices of every kind: 250 us on an AMD core
         if self.device.type == "cuda":
-            torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(number)
+            device = torch.cuda.current_device()
+            torch.cuda.default_generators[device].manual_seed(number)
         else:
             torch.default_generator.manual_seed(number)
 
