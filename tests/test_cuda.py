@@ -202,8 +202,8 @@ time.sleep(600)"""
     )
     over = "the time for all parts is over; --only MiniLM runs this part alone"
     for seconds, lines in (
-        (8.0, ["| a | 1 |  |", f"| MiniLM | **failed** | {over} |"]),
-        (0.0, [f"| MiniLM | **failed** | not run: {over} |"]),
+        (8.0, ["| a | 1 |  |", f"| MiniLM's shape | **failed** | {over} |"]),
+        (0.0, [f"| MiniLM's shape | **failed** | not run: {over} |"]),
     ):
         result = first_hour.of_part("MiniLM", time.monotonic() + seconds, "--rehearse")
         assert first_hour.table("MiniLM", result) == lines

@@ -276,7 +276,7 @@ def test_the_cost_is_timed(store: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert "untimed: no run like it has been timed" in cost_lines(costs, todo, 2)[-1]
 
     class Here:
-        slots, threads = 1, 1
+        slots, threads, devices = 1, 1, ()
 
         def choose(self, free: list[int], processes: int) -> list[int]:
             return free[:processes]
