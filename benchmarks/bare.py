@@ -20,7 +20,7 @@ from xformer.config import load
 from xformer.data.batch import Batch
 from xformer.guard import Guard
 from xformer.model.config import ModelConfig
-from xformer.parallel.compiled import compile_parts
+from xformer.parallel.compiled import GRAPHS, compile_parts
 from xformer.parallel.feed import Feed
 from xformer.parallel.processes import Ranks
 from xformer.parallel.replicas import Replicas
@@ -100,7 +100,7 @@ class Trainer:
         self.optimizer = optim.build(model, self.recipe.optim)
         sample: Any = feed and feed.sample
         system = self.recipe.system
-        graphs = system.compile in ("graphs", "both") and device.type == "cuda"
+        graphs = system.compile in GRAPHS and device.type == "cuda"
         self.model = Replicas(model, self.ranks, sample, system.precision, graphs)
         self.guard = Guard(self.recipe.train.spike, State(), device)
 

@@ -45,7 +45,7 @@ from xformer.data.errors import Failure
 from xformer.model.config import ModelConfig
 from xformer.ops import native
 from xformer.parallel import compiled
-from xformer.parallel.compiled import compile_parts
+from xformer.parallel.compiled import GRAPHS, compile_parts
 from xformer.parallel.feed import SHAPES as FEW_SHAPES
 from xformer.parallel.feed import to_device
 from xformer.parallel.processes import Ranks
@@ -196,7 +196,7 @@ class Small:
         note = compile_parts(self.model, way, ranks, lambda: batch, precision)
         if "fails" in note:
             raise AssertionError(note)
-        graphs = CUDA and way in ("graphs", "both")
+        graphs = CUDA and way in GRAPHS
         self.replicas = Replicas(self.model, ranks, lambda: batch, precision, graphs)
 
     def step(self, batch: Batch[Tensor], seed: int, rate: float = 1e-3) -> float:
@@ -325,7 +325,7 @@ def full_rows(name: str, config: ModelConfig, rows: int, length: int, steps: int
     assert batch.places is not None
     assert batch.targets is not None
     labels[batch.places] = batch.targets
-    # without a mask, because the rows are full: so transformers can use its fastest attention
+    # The rows are full, so no mask is needed. Without one transformers uses its fastest attention.
     given = {"input_ids": batch.tokens.view(rows, length), "labels": labels.view(rows, length)}
     yield from compared(
         f"{called(name)}, MLM, bf16, {rows} rows of {length}",
@@ -457,7 +457,7 @@ def compared(
     before transformers is loaded and compiled, so that they are kept if that fails.
     """
     # Without this, the peer's second length would be compiled with dynamic shapes, which is slower.
-    # It comes first, because it unloads the kernels that our graphs contain.
+    # It comes before our trainers, because it forgets their compiled code too.
     torch.compiler.reset()
     if only_compile:
         if "both" in steps:

@@ -31,7 +31,7 @@ from xformer.monitor import Monitor, cut_log, events
 from xformer.ops import native
 from xformer.optim import clip_and_step, gradient_norm
 from xformer.parallel import processes
-from xformer.parallel.compiled import compile_parts
+from xformer.parallel.compiled import GRAPHS, compile_parts
 from xformer.parallel.feed import Feed, Step
 from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import Ranks
@@ -129,7 +129,7 @@ def _train_from(
             Session(setup, run, state, monitor, model, optimizer) as session,
             closing(feed.steps(state.position)) as steps,
         ):
-            graphs = compiling in ("graphs", "both")
+            graphs = compiling in GRAPHS
             replicas = Replicas(model, ranks, feed.sample, recipe.system.precision, graphs)
             guard = Guard(recipe.train.spike, state, ranks.device)
             loop(steps, replicas, optimizer, session, guard, until)

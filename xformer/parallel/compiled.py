@@ -22,6 +22,7 @@ from xformer.parallel.processes import Ranks, TrainingSystem
 from xformer.tasks.task import Model
 
 BACKEND = "inductor"
+GRAPHS = ("graphs", "both")  # the values of system.compile that need CUDA graphs
 # The largest number of programs of all modules together. There is one program for each kind of
 # module (such as the embeddings, a layer, a frozen layer or the last layer) and each shape of a
 # batch. A run that needs more programs ends with an error.
@@ -44,7 +45,7 @@ def compiles(
             f"system.compile={asked} needs a transformer: the batch norms of a Hilbert-CNN would "
             "see the filler of compiled batches; give system.compile=none"
         )
-    if asked in ("graphs", "both") and (ranks.device.type != "cuda" or ranks.world_size > 1):
+    if asked in GRAPHS and (ranks.device.type != "cuda" or ranks.world_size > 1):
         raise BadInput(
             f"system.compile={asked} needs a GPU and a single process; give layers or none"
         )

@@ -1,7 +1,7 @@
 """CUDA graphs: the passes of a micro-batch are recorded once for each shape, and then replayed.
 
-A training step launches hundreds of kernels, and the host needs longer to launch a small kernel
-than the GPU to run it. A replayed graph is a single launch.
+A training step launches hundreds of kernels. The host needs longer to launch a small kernel than
+the GPU needs to run it. A replayed graph is a single launch.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Recorder:
             ) from error
 
     def _record(self, batch: Batch[Tensor]) -> Recording:
-        """Record the passes of a batch's shape. They do not run, and no gradient changes."""
+        """Record the passes of a batch's shape, without running them or changing a gradient."""
         weights = [*self.model.parameters()]
         before = [weight.grad for weight in weights]
         own: dict[str, Any] = {name: value.clone() for name, value in _tensors(batch).items()}
