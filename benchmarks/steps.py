@@ -138,6 +138,7 @@ CASES = {
     "accumulated gradients": Case(MLM, ("batch.accumulate=2",)),
     "spikes": Case(MLM, ("train.spike=6",)),
     "a probe": Case(Classify(Head("classify", CLASSES, layer=1))),
+    "means over tokens": Case(TASKS["classify"], (BF16,), SHAPE | {"pooling": "mean"}),
     "label smoothing": Case(Classify(Head("classify", CLASSES, smoothing=0.1))),
     "class weights": Case(Classify(Head("classify", CLASSES, class_weights=(1.0, 2.0, 0.5)))),
     "heads of 160": Case(MLM, (BF16,), SHAPE | {"heads": 2, "hidden": 320}),

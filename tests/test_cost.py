@@ -37,6 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "roberta": {"first_position": 2, "token_types": 1},
     "distilbert": {"token_types": 0, "pooler": "relu", "positions": "sinusoidal"},
     "plus": {"norm": "pre", "pooler": "none"},
+    "means": {"pooling": "mean"},
 }
 BASE = ModelConfig(vocab_size=30522)
 MLM, TWO, FOUR = task("mlm"), task("classify", 2), task("classify", 4)

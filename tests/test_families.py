@@ -88,6 +88,18 @@ def test_options_of_a_config_are_obeyed(name: str, option: str, value: Any, tmp_
     assert distance(one(**batch).logits, two(**batch).logits) > 1e-4
 
 
+@pytest.mark.parametrize("kind", ["classify", "regress"])
+def test_heads_of_rows_may_read_the_mean_over_tokens(kind: str, tmp_path: Path) -> None:
+    change = {"classifier_pooling": "mean"}
+    errors = parity("ModernBert", kind, torch.float32, LENGTHS, tmp_path / "mean", **change)
+    assert max(errors.values()) <= 1e-5, errors
+    # it makes a difference
+    batch = random_batch(LENGTHS)
+    parity("ModernBert", kind, torch.float32, LENGTHS, tmp_path / "first")
+    one, two = (hf.from_hf(tmp_path / name).checkpoint.model() for name in ("mean", "first"))
+    assert distance(one.logits(batch), two.logits(batch)) > 1e-4
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_losses_are_sums_with_counts(name: str, tmp_path: Path) -> None:
     for kind in HEADS:

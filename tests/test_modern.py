@@ -136,10 +136,10 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
         lambda d: changed_config(d, local_attention=1),
         "local_attention=1 is not supported; it must be a number of tokens, at least 2",
     ),
-    "mean over tokens": (
+    "another pooling": (
         "ModernBertForSequenceClassification",
-        lambda d: changed_config(d, classifier_pooling="mean"),
-        "classifier_pooling='mean' is not supported",
+        lambda d: changed_config(d, classifier_pooling="max"),
+        "classifier_pooling='max' is not supported; it must be 'cls' or 'mean'",
     ),
     "ESM-1": (
         "EsmForMaskedLM",
@@ -179,17 +179,25 @@ def test_settings_of_heads_do_not_matter_without_the_head(tmp_path: Path) -> Non
     assert hf.from_hf(tmp_path / "tag").lacking == ["MLM head"]
 
 
-def test_a_base_model_may_pool_as_it_likes(tmp_path: Path) -> None:
-    """The published config of ModernBERT says `mean`, which only its classifiers would use. An
-    export keeps it, unless it has a classifier of ours."""
+def test_new_classifiers_pool_as_the_base_model_says(tmp_path: Path) -> None:
+    """The published config of ModernBERT says `mean`, which only its classifiers use."""
     tiny("ModernBertForMaskedLM", tmp_path)
     changed_config(tmp_path, classifier_pooling="mean")
     imported = hf.from_hf(tmp_path).checkpoint
-    assert imported.config.pooler == "norm"
+    assert imported.config.pooling == "mean"
     made = imported.with_head(Head("classify", ("a", "b")), 1)
-    for checkpoint, pooling in ((imported, "mean"), (made, "cls")):
-        hf.to_hf(checkpoint, tmp_path / pooling)
-        assert read_json(tmp_path / pooling / "config.json")["classifier_pooling"] == pooling
+    for name, checkpoint in (("mlm", imported), ("classify", made)):
+        hf.to_hf(checkpoint, tmp_path / name)
+        assert read_json(tmp_path / name / "config.json")["classifier_pooling"] == "mean"
+    assert hf.from_hf(tmp_path / "classify").checkpoint.config == made.config
+
+
+def test_a_bert_that_reads_means_is_not_exported(tmp_path: Path) -> None:
+    tiny("BertForSequenceClassification", tmp_path / "theirs")
+    checkpoint = hf.from_hf(tmp_path / "theirs").checkpoint
+    config = checkpoint.config.model_copy(update={"pooling": "mean"})
+    with pytest.raises(BadInput, match="pooling"):
+        hf.to_hf(replace(checkpoint, config=config), tmp_path / "ours")
 
 
 @pytest.mark.parametrize(

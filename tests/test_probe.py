@@ -1,4 +1,4 @@
-"""Probing: a linear head on one layer of a frozen encoder."""
+"""Probes of one layer of a frozen encoder, and heads that read the mean over tokens."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from xformer.model.config import ModelConfig
 from xformer.study.plan import content_key, identity
 from xformer.tasks.known import task_of
 from xformer.tasks.task import Head
+from xformer.texts import pack
 
 TINY = ModelConfig(layers=2, hidden=16, heads=2, intermediate=24, vocab_size=97, max_positions=20)
 
@@ -140,6 +141,36 @@ def test_wrong_probes_cost_one_line(
     assert not (tmp_path / "run").exists()
     with pytest.raises(BadInput, match=r"probe.layer=2: the model has 1 layers?"):
         surgery.keep_layers(probe(2), first=1).model()
+
+
+def test_a_run_may_read_means(
+    forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path
+) -> None:
+    """`model.pooling=mean` reads what `encode` gives, through the pooler. The checkpoint keeps it,
+    and tasks that do not use it refuse it."""
+    run, start = tmp_path / "run", f"init={learned['text']}"
+    line = [start, *NO_DROPOUT, "model.pooling=mean", "train.epochs=0.2"]
+    good(forks.run(*training(CLASSIFY, data.classes, run, *line)))
+    kept = checkpoints.load(run)
+    assert kept.config.pooling == "mean"
+    texts = ["bam foo", "a"]
+    weights, vectors = kept.weights, torch.from_numpy(kept.encode(texts))
+    pooled = torch.tanh(vectors @ weights["pooler.weight"].T + weights["pooler.bias"])
+    expected = pooled @ weights["task_head.weight"].T + weights["task_head.bias"]
+    model = kept.model()
+    for text, wanted in zip(texts, expected, strict=True):
+        assert torch.allclose(model.logits(pack(kept.tokenizer, [text]))[0], wanted, atol=1e-5)
+    good(forks.run("evaluate.py", run, f"data={data.classes}", "split=valid"))
+    with pytest.raises(BadInput, match="pooling"):
+        hf.to_hf(kept, tmp_path / "hf")
+
+    said = "model.pooling is used by the heads classify, regress, choice only, and not by a probe"
+    other = tmp_path / "other"
+    words = training(CLASSIFY, data.text, other, start, "head=mlm", "model.pooling=mean")
+    refused(forks.run(*words), said)
+    probed = training(CLASSIFY, data.classes, other, start, "model.pooling=mean", "probe.layer=1")
+    refused(forks.run(*probed), said)
+    assert not other.exists()
 
 
 def test_files_and_keys_of_other_runs_stay() -> None:

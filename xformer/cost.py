@@ -74,7 +74,7 @@ def forward_flops(config: ModelConfig, task: Task | None, work: Workload) -> int
     if config.architecture == "hilbert_cnn":
         return sum(_convolutions(config, task)) * work.rows
     C, E, F = config.hidden, config.width, config.intermediate
-    last = work.tokens if task is None else task.tokens_read(work)
+    last = work.tokens if task is None else task.tokens_read(config, work)
     layers = config.layers if task is None or task.head.layer is None else task.head.layer
     # 2 for multiply and add: qkv 3CC; scores and weighted sums 2C per pair of tokens in a row
     windows = sum(map(config.has_window, range(layers)))

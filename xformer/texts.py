@@ -17,7 +17,7 @@ from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.memory import split_of
 from xformer.data.tokenizers import Tokenizer, unknown_note
-from xformer.tasks.task import Model, check_finite, row_means, to_device
+from xformer.tasks.task import Model, check_finite, row_states, to_device
 
 Pooling = Literal["mean", "first"]
 # the names that other programs have for a pooling
@@ -93,7 +93,7 @@ def vectors_of(
     with Progress("encoding", len(texts), "texts") as progress:
         for rows in chunks(assembler, len(texts), batch_tokens):
             host = assembler.batch(rows)
-            x = pooled(model, to_device(host, device), pooling)
+            x = row_states(model, to_device(host, device), pooling).float()
             x = torch.nn.functional.normalize(x) if normalize else x
             vectors[host.rows] = x.cpu().numpy()
             progress.advance(len(rows))
@@ -124,10 +124,3 @@ def check_pooling(pooling: object) -> None:
         near = [name for name, others in POOLING_NAMES.items() if own in others.split()]
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise BadInput(f"pooling={pooling!r} must be 'mean' or 'first'{hint}")
-
-
-def pooled(model: Model, batch: Batch[Tensor], pooling: Pooling) -> Tensor:
-    """The vector of each row of a batch, (N, C) float32."""
-    if pooling == "first":
-        return model.encoder(batch, places=batch.first).float()
-    return row_means(model.encoder(batch), batch.cu_seqlens)

@@ -115,8 +115,6 @@ def from_hf(directory: str | Path, repository: str = "") -> Imported:
     }
     if frequencies:
         record["frequencies"] = frequencies
-    if "classifier_pooling" in meta:  # our heads do not use it, but those of an export may
-        record["classifier_pooling"] = meta["classifier_pooling"]
     if repository:
         record["repository"] = repository
     if sentence:
@@ -733,10 +731,6 @@ def _their_config(checkpoint: Checkpoint, family: Family, dtype: str) -> dict[st
     written |= {"dtype": dtype, "pad_token_id": special["pad"]}
     written |= {"bos_token_id": special["cls"], "eos_token_id": special["sep"]}
     written |= modern.their_settings(family, config, special, values["activation"])
-    if family.name == "modernbert" and (task is None or not task.reads_pooled):
-        for record in checkpoint.history:
-            if "classifier_pooling" in record:
-                written["classifier_pooling"] = record["classifier_pooling"]
     if task is not None and task.named_classes and not task.predicts_masked:
         written["id2label"] = {str(i): label for i, label in enumerate(task.head.labels)}
         written["label2id"] = {label: i for i, label in enumerate(task.head.labels)}

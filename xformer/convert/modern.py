@@ -23,6 +23,7 @@ BASE, LOCAL_BASE = 160000.0, 10000.0  # ModernBERT's rotary bases, if its config
 HEADS, DECODER = {"classifier_bias": False}, {"decoder_bias": True}  # ModernBERT's heads
 PLACE = "encoder.layer.{}.attention.self.rotary_embeddings.inv_freq"
 KINDS = ("full_attention", "sliding_attention")
+POOLINGS = {"first": "cls", "mean": "mean"}  # our names and theirs
 PRECISIONS = ("float32", "float16", "bfloat16")
 
 
@@ -58,7 +59,13 @@ def _modernbert(meta: dict[str, Any], layers: Any, file: Path) -> dict[str, Any]
             f"{file}: local_attention={window!r} is not supported; it must be a number of tokens, "
             "at least 2"
         )
+    pooling = meta.get("classifier_pooling", "cls")
+    if pooling not in POOLINGS.values():
+        raise BadInput(
+            f"{file}: classifier_pooling={pooling!r} is not supported; it must be 'cls' or 'mean'"
+        )
     return {
+        "pooling": "first" if pooling == "cls" else "mean",
         "rotary_base": whole,
         "local_rotary_base": local,
         "window": window // 2 if every > 1 else 0,
@@ -122,11 +129,6 @@ def check_head(task: Task, family: Family, meta: dict[str, Any], file: Path) -> 
         return
     _check_required(HEADS | (DECODER if task.predicts_masked else {}), meta, file)
     _check_equal(meta, "classifier_activation", "hidden_activation", "gelu", file)
-    if task.reads_pooled and meta.get("classifier_pooling", "cls") != "cls":
-        raise BadInput(
-            f"{file}: classifier_pooling={meta['classifier_pooling']!r} is not supported; heads of "
-            "texts read the first token ('cls')"
-        )
 
 
 def their_settings(
@@ -151,7 +153,7 @@ def their_settings(
             "layer_types": _kinds(config.global_every, config.layers),
             "mlp_dropout": config.dropout,
             "classifier_activation": activation,
-            "classifier_pooling": "cls",
+            "classifier_pooling": POOLINGS[config.pooling],
             "cls_token_id": special["cls"],
             "sep_token_id": special["sep"],
         }

@@ -333,7 +333,7 @@ MODERNBERT = Family(
         "bias": False,
         "pooler": "norm",
     },
-    free=("rotary_base", "local_rotary_base", "window", "global_every"),
+    free=("rotary_base", "local_rotary_base", "window", "global_every", "pooling"),
     required={
         "norm_bias": False,
         "attention_bias": False,

@@ -14,7 +14,7 @@ COMMON = ("architecture", "vocab_size", "max_positions", "dropout", "head_dropou
 # settings that files of earlier versions do not have
 NEWER = (
     *("rotary_base", "local_rotary_base", "rotary_precision", "window", "global_every"),
-    *("first_norm", "embedding_norm", "gated", "bias", "zeroed_token"),
+    *("first_norm", "embedding_norm", "gated", "bias", "zeroed_token", "pooling"),
 )
 
 
@@ -88,10 +88,12 @@ class ModelConfig(Settings):
     """Id of a token whose embedding is replaced by zeros: the mask token of ESM-2. The other
     embeddings of a row are multiplied by 0.88 / (their share of the row's tokens). By default there
     is no such token."""
+    pooling: Literal["first", "mean"] = "first"
+    """What a head for classes, scores or multiple choice reads of a row, through the pooler: the
+    last hidden state of its first token, or the mean over all its tokens."""
     pooler: Literal["tanh", "relu", "norm", "none"] = "tanh"
     """Activation of the pooler below a task head (DistilBERT: relu). norm: `activation`, then
-    LayerNorm (ModernBERT). Without a pooler (none) heads read the hidden state of the first token
-    (PLUS)."""
+    LayerNorm (ModernBERT). Without a pooler (none) heads read the pooled state itself (PLUS)."""
     dropout: float = Field(0.1, ge=0, lt=1)
     """Dropout on embeddings, and on the outputs of attention and MLP."""
     head_dropout: float | None = Field(None, ge=0, lt=1)

@@ -1,4 +1,4 @@
-"""Text classification, and the base class of all tasks that read the pooled first token.
+"""Text classification, and the base class of all tasks that read the pooled state of a row.
 
 N sequences, G groups of them, C hidden size, K classes.
 """
@@ -29,14 +29,15 @@ from xformer.tasks.task import (
     no_labels,
     of_rows,
     row_means,
+    row_states,
     texts,
 )
 from xformer.tasks.weighted import Weighted, average, macro_f1, matthews
 
 
 class Pooled(Task):
-    """A task whose head reads the pooled first token, or the features of a HilbertCNN. A probe
-    reads the mean over the tokens of a row."""
+    """A task whose head reads the pooled state of a row (see `ModelConfig.pooling`), or the
+    features of a HilbertCNN. A probe reads the mean over the tokens of a row."""
 
     reads_pooled = True
     takes_probe = True
@@ -54,13 +55,13 @@ class Pooled(Task):
         elif self.head.layer is not None:
             x = row_means(model.encoder(batch, depth=self.head.layer), batch.cu_seqlens)
         else:
-            first = model.encoder(batch, places=batch.first)  # (N, C)
-            x = model.pooled(first, before_pooler)
+            x = model.pooled(row_states(model, batch, model.config.pooling), before_pooler)
         logits: Tensor = model.task_head(model.drop(x, before_head))
         return logits
 
-    def tokens_read(self, work: Workload) -> int:
-        return work.rows if self.head.layer is None else work.tokens
+    def tokens_read(self, config: ModelConfig, work: Workload) -> int:
+        means = config.pooling == "mean" or self.head.layer is not None
+        return work.tokens if means else work.rows
 
     def head_flops(self, config: ModelConfig, work: Workload) -> int:
         C = config.hidden

@@ -99,7 +99,7 @@ class MLM(Task):
         losses = F.cross_entropy(logits, targets, reduction="none")
         return losses, (logits.detach().argmax(1) == targets).float()
 
-    def tokens_read(self, work: Workload) -> int:
+    def tokens_read(self, config: ModelConfig, work: Workload) -> int:
         return work.masked
 
     def head_flops(self, config: ModelConfig, work: Workload) -> int:

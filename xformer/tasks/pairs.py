@@ -55,7 +55,7 @@ class Pairs(MLM):
         rate = config.before_head if config.dropout_form == "albert" else 0.0
         return masked, model.pair_head(model.drop(model.pooled(first), rate)).float()
 
-    def tokens_read(self, work: Workload) -> int:
+    def tokens_read(self, config: ModelConfig, work: Workload) -> int:
         return work.masked + work.rows
 
     def head_flops(self, config: ModelConfig, work: Workload) -> int:

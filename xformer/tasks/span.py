@@ -20,6 +20,7 @@ from torch import Tensor
 from xformer.data.batch import Assembler, Batch, Workload
 from xformer.data.errors import BadInput
 from xformer.data.store import Split
+from xformer.model.config import ModelConfig
 from xformer.tasks.task import (
     HIGHER,
     LOWER,
@@ -83,7 +84,7 @@ class Span(Task):
         correct = (rows.detach().argmax(1) == batch.labels).all(1).float().sum()
         return Loss(total, labelled(batch.labels[:, 0]), correct)
 
-    def tokens_read(self, work: Workload) -> int:
+    def tokens_read(self, config: ModelConfig, work: Workload) -> int:
         return work.tokens
 
     def evaluate(

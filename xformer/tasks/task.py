@@ -207,13 +207,13 @@ class Task(ABC):
         """The summed loss of a batch."""
 
     @abstractmethod
-    def tokens_read(self, work: Workload) -> int:
+    def tokens_read(self, config: ModelConfig, work: Workload) -> int:
         """The number of tokens whose last hidden state the task reads."""
 
     def head_flops(self, config: ModelConfig, work: Workload) -> int:
         """Floating-point operations of the task's heads in a forward pass; matrix products only."""
         C = config.hidden
-        return 2 * C * (self.outputs + C * self.has_pooler(config)) * self.tokens_read(work)
+        return 2 * C * (self.outputs + C * self.has_pooler(config)) * self.tokens_read(config, work)
 
     # ---------------------------------------------------------------------------------- outputs
 
@@ -426,8 +426,8 @@ class Model(nn.Module):
         return dropout(x, rate if self.training else 0.0)
 
     def pooled(self, x: Tensor, rate: float = 0.0) -> Tensor:
-        """Hidden states of each sequence's first token (N, C) -> pooled states (N, C). `rate` is
-        the dropout before the pooler.
+        """One hidden state of each sequence (N, C), as `row_states` gives it -> pooled states
+        (N, C). `rate` is the dropout before the pooler.
 
         Raises ValueError if the model has no pooler and its config asks for one.
         """
@@ -446,6 +446,13 @@ class Model(nn.Module):
 def labelled(labels: Tensor) -> Tensor:
     """How many labels count, (). Filler has the label IGNORED; see xformer.data.capacity."""
     return (labels != IGNORED).sum()
+
+
+def row_states(model: Model, batch: Batch[Tensor], pooling: Literal["first", "mean"]) -> Tensor:
+    """The last hidden state of each row's first token, or the mean over its tokens, (N, C)."""
+    if pooling == "first":
+        return model.encoder(batch, places=batch.first)
+    return row_means(model.encoder(batch), batch.cu_seqlens)
 
 
 def row_means(x: Tensor, cu_seqlens: Tensor) -> Tensor:
