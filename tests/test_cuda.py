@@ -43,7 +43,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lines(module: str, library: Path) -> list[tuple[str, Any]]:
     """What a module prints about its cases on the fake device."""
     process = fake_cuda.start(module, library)
-    out, _ = process.communicate(timeout=240)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 0
     return [(name, told) for name, told in map(json.loads, out.splitlines())]
 
@@ -117,9 +117,10 @@ def test_eight_ranks_take_steps(library: Path) -> None:
 @no_device
 def test_a_step_launches_few_kernels(library: Path) -> None:
     """Without torch.compile, which fuses many of them."""
-    process = fake_cuda.start("benchmarks.launches", library)
-    out, _ = process.communicate(timeout=240)
-    cells = next(line for line in out.splitlines() if "BERT-base" in line).split(" | ")
+    with fake_cuda.start("benchmarks.launches", library) as process:
+        assert process.stdout is not None
+        cells = next(line for line in process.stdout if "BERT-base" in line).split(" | ")
+        process.kill()  # the other models take it longer
     assert int(cells[1]) <= 600
     assert int(cells[2]) <= 120
 
@@ -129,7 +130,8 @@ def test_the_first_hour_survives_a_part_that_fails(tmp_path: Path) -> None:
     ended = command("-m", "benchmarks.first_hour", *arguments, "--output", tmp_path)
     assert ended.status == 1
     told = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert told["waits"]["rows"][0]["value"] == f"{2 * len(CASES) - 1} cases"
+    cases = 2 * len(CASES) - 1 if torch.cuda.is_available() else len(CASES)
+    assert told["waits"]["rows"][0]["value"] == f"{cases} cases"
     assert "this part was told to fail" in told["ranks"]["error"]
     lines = (tmp_path / "gpu.md").read_text().splitlines()
     assert "| ranks | **failed** | AssertionError: this part was told to fail |" in lines

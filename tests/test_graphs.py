@@ -3,25 +3,29 @@ again, on the recorded batch and into the recorded gradients, as a replay does."
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks import bare
-from benchmarks.steps import CASES
+from benchmarks.steps import CASES, SHAPE
 from xformer.data.batch import Batch
 from xformer.data.errors import Failure
 from xformer.data.tags import IGNORED
 from xformer.parallel import graphs
 from xformer.parallel.graphs import Recorder
-from xformer.parallel.processes import ALONE
+from xformer.parallel.processes import ALONE, Ranks
 from xformer.parallel.replicas import Replicas
 from xformer.tasks.task import Loss, Model
+
+CPU = torch.device("cpu")
 
 
 class Graph:
@@ -97,6 +101,17 @@ def model_of(name: str = "mlm, fp32") -> Model:
     return CASES[name].trainer("cpu").model.model
 
 
+def quiet_model() -> Model:
+    """A model without dropout."""
+    torch.manual_seed(1)
+    shape = SHAPE | {"dropout": 0.0, "attention_dropout": 0.0}
+    return replace(CASES["mlm, fp32"], model=shape).trainer("cpu").model.model
+
+
+def gradients_of(model: Model) -> list[Tensor]:
+    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+
 def steps(
     model: Model, parts: list[list[Batch[Tensor]]], graphs: bool
 ) -> list[tuple[list[float], Tensor]]:
@@ -130,6 +145,59 @@ def test_graphs_give_the_same_losses_and_gradients(together: int, recorded: list
     for (sums, gradient), (same_sums, same_gradient) in zip(expected, got, strict=True):
         assert sums == pytest.approx(same_sums, rel=1e-6)
         torch.testing.assert_close(gradient, same_gradient)
+
+
+class Pair(Ranks):
+    """One of two ranks in two threads of this process, which exchange sums. Only one of them
+    computes at a time: the one that has the `turn`."""
+
+    turn = threading.Lock()
+    barrier = threading.Barrier(2, timeout=60)
+    given: ClassVar[dict[int, Tensor]] = {}
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        self.given[self.rank] = tensor.clone()
+        self.turn.release()
+        self.barrier.wait()
+        tensor.copy_(self.given[0] + self.given[1])
+        self.barrier.wait()
+        self.turn.acquire()
+        return tensor
+
+
+def test_two_ranks_average_their_gradients(recorded: list[Graph]) -> None:
+    """They meet the shapes in different orders, and in the last step one of them has no rows."""
+    shapes = [16, 16, 12, 12, 16, 12], [12, 16, 16, 12, 12, 16]
+    batches = [batches_of(lengths) for lengths in shapes]
+    expected: list[list[Tensor]] = []
+    model = quiet_model()
+    for step in range(4):
+        model.zero_grad()
+        rows = [b for own in batches for b in own[2 * step : 2 * step + 2]]
+        for batch in rows or batches[0][:1]:
+            model(batch).total.backward()
+        expected.append(gradients_of(model))
+
+    def rank(number: int) -> list[list[Tensor]]:
+        model = models[number]
+        replicas = Replicas(model, Pair(number, 2, CPU), lambda: batches[0][0], "fp32", True)
+        last: list[Batch[Tensor] | None] = [batches[0][0] if number == 0 else None]
+        got = []
+        for step in range(4):
+            given = batches[number][2 * step : 2 * step + 2] or last
+            model.zero_grad()
+            with Pair.turn:
+                for i, batch in enumerate(given):
+                    replicas.learn(batch, i, len(given))
+            got.append([2 * gradient for gradient in gradients_of(model)])
+        return got
+
+    models = quiet_model(), quiet_model()
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(rank, number) for number in range(2)]
+    for end in ends:
+        for got, wanted in zip(end.result(), expected, strict=True):
+            torch.testing.assert_close(got, wanted)
 
 
 def test_weights_without_a_gradient_get_none(recorded: list[Graph]) -> None:

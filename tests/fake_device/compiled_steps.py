@@ -13,11 +13,14 @@ from typing import Any
 from unittest import mock
 
 from benchmarks import fake_cuda
-from benchmarks.steps import CASES, Case
+from benchmarks.steps import CASES, TASKS, Case
 from xformer import optim
 
-# an optimizer does not change the loss, and a Hilbert-CNN is never compiled
-COMPILED = {name: case for name, case in CASES.items() if name not in (*optim.KINDS, "Hilbert-CNN")}
+# These do not change the loss, heads do not depend on the precision, and a Hilbert-CNN is never
+# compiled.
+SAME = (*optim.KINDS, "accumulated gradients", "spikes")
+SAME = (*SAME, *(f"{name}, fp32" for name in TASKS if name not in ("mlm", "classify")))
+COMPILED = {name: case for name, case in CASES.items() if name not in (*SAME, "Hilbert-CNN")}
 
 
 def programs(case: Case) -> tuple[int, set[str]]:

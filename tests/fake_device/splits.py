@@ -165,8 +165,8 @@ def any_device(device: object) -> ThreadPoolExecutor:
 
 
 SCORED = {
-    **{f"{name}, fp32": Scored(task) for name, task in TASKS.items()},
     **{f"{name}, bf16": Scored(task, "bf16") for name, task in TASKS.items()},
+    **{f"{name}, fp32": Scored(TASKS[name]) for name in ("mlm", "classify")},
     "Hilbert-CNN": Scored(TASKS["classify"], "fp32", CNN),
 }
 HEAD = Head("classify", CLASSES)

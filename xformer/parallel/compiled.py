@@ -33,8 +33,7 @@ def compiles(
     system: TrainingSystem, ranks: Ranks, config: ModelConfig, pays: Callable[[], bool]
 ) -> str:
     """`system.compile`, with "auto" replaced. `pays()` says whether a compiler is worth its time.
-    Raises BadInput if the model, the device or the number of ranks does not allow what the settings
-    ask for."""
+    Raises BadInput if the model or the device does not allow what the settings ask for."""
     asked, cnn = system.compile, config.architecture == "hilbert_cnn"
     if asked == "auto":
         if ranks.device.type != "cuda" or ranks.world_size > 1 or cnn:
@@ -45,10 +44,8 @@ def compiles(
             f"system.compile={asked} needs a transformer: the batch norms of a Hilbert-CNN would "
             "see the filler of compiled batches; give system.compile=none"
         )
-    if asked in GRAPHS and (ranks.device.type != "cuda" or ranks.world_size > 1):
-        raise BadInput(
-            f"system.compile={asked} needs a GPU and a single process; give layers or none"
-        )
+    if asked in GRAPHS and ranks.device.type != "cuda":
+        raise BadInput(f"system.compile={asked} needs a GPU; give layers or none")
     return asked
 
 

@@ -69,10 +69,11 @@ class TrainingSystem(SystemConfig):
     that peak is not known, mfu is not logged."""
     compile: Literal["auto", "none", "layers", "graphs", "both"] = "auto"
     """How training is prepared for a GPU. layers: torch.compile compiles the embeddings and each
-    layer. graphs: the forward and backward pass become CUDA graphs, which one process alone can
-    use. both: graphs of compiled layers. none: neither. auto: on a single GPU both for MLM on
-    batches of one shape, otherwise graphs; on several GPUs, on the CPU and for a Hilbert-CNN none.
-    Except with none, every batch is filled up to one of a few shapes."""
+    layer. graphs: the forward and backward pass become CUDA graphs; several GPUs then exchange
+    gradients only after the backward pass. both: graphs of compiled layers. none: neither. auto: on
+    a single GPU both for MLM on batches of one shape, otherwise graphs; on several GPUs, on the CPU
+    and for a Hilbert-CNN none. Except with none, every batch is filled up to one of a few
+    shapes."""
     profile: bool = False
     """Trace a few steps of rank 0, write RUN/profile/ and print where the time goes."""
 

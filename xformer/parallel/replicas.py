@@ -1,4 +1,4 @@
-"""Data parallelism (DistributedDataParallel), and the sums that are reduced with the gradient."""
+"""Data parallelism: the gradient's average over the ranks, and the sums reduced with it."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ class Sums:
 class Replicas:
     """A model with a copy on every rank.
 
-    The gradients are averaged over the ranks during the backward pass of a step's last micro-batch.
-    On a single rank this is the model itself. `sample` returns any valid micro-batch, and
-    `precision` is the precision of training. `graphs` says whether the passes become CUDA graphs.
+    DistributedDataParallel averages the gradients over the ranks during the backward pass of a
+    step's last micro-batch. On a single rank this is the model itself. `sample` returns any valid
+    micro-batch, and `precision` is the precision of training. If `graphs`, the passes become CUDA
+    graphs. They contain no exchange, because every rank meets the shapes of its micro-batches in
+    its own order; the gradients are then averaged after the last replay of a step.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Replicas:
         self.recorder = Recorder(model, self._passes) if graphs else None
         self.before = self.buffers
         self.copy: nn.Module = model
-        if ranks.world_size == 1:
+        if ranks.world_size == 1 or graphs:
             return
         self.copy = DistributedDataParallel(model, gradient_as_bucket_view=True)
         # `reduce` averages the buffers, so DistributedDataParallel need not broadcast them. Torch
@@ -70,10 +72,15 @@ class Replicas:
     def learn(self, batch: Batch[Tensor] | None, number: int, count: int) -> Loss:
         """The loss of micro-batch `number` among the `count` micro-batches of a step. Its gradients
         are added to those of the weights."""
-        with self._averaging(last=number + 1 >= count):
+        last = number + 1 >= count
+        with self._averaging(last):
             if self.recorder is None or batch is None:
-                return self._passes(batch)
-            return self.recorder(batch, alone=count == 1)
+                loss = self._passes(batch)
+            else:
+                loss = self.recorder(batch, alone=count == 1)
+        if last and self.recorder is not None and self.ranks.world_size > 1:
+            self._average()
+        return loss
 
     def _passes(self, batch: Batch[Tensor] | None) -> Loss:
         with self.ranks.autocast(self.precision):
@@ -92,6 +99,16 @@ class Replicas:
         if last or not isinstance(self.copy, DistributedDataParallel):
             return nullcontext()
         return self.copy.no_sync()
+
+    def _average(self) -> None:
+        """Average the gradients over the ranks, in place. All ranks have the same gradients: also
+        one without rows, whose gradients are 0."""
+        gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
+        flat = self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+        flat /= self.ranks.world_size
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        means = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+        torch._foreach_copy_(gradients, means)
 
     def reduce(self, sums: Sums) -> Tensor:
         """Sum the sums over the ranks, and average the buffers over the ranks.
