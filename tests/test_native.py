@@ -8,9 +8,11 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import test_ops
 import torch
 from helpers import ROOT
 
@@ -18,6 +20,16 @@ from xformer.ops import native
 
 PLAIN = {k: v for k, v in os.environ.items() if k not in ("XFORMER_NATIVE", "CXX")}
 AGAIN = "install xformer again on this machine"
+# reports about the library after using it
+USED = """
+import torch
+from xformer.ops import native
+x = torch.ones(2, 3)
+if not native.absent:
+    native.call("dropout", x.dtype, x, y := torch.empty(2, 3), 2, 3, 0.0, None)
+    assert torch.equal(x, y)
+print(native.absent, native.note(torch.device("cpu")), sep="|")
+"""
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the library is for Linux")
 
 
@@ -45,23 +57,14 @@ def compiled(package: Path, compiler: str = "c++") -> str:
     return ended.stderr
 
 
-def asked(package: Path, code: str = "", **environment: str) -> str:
-    """What a new process reports about the copy's library after using it."""
-    code = code or (
-        "import torch\n"
-        "from xformer.ops import native\n"
-        "x = torch.ones(2, 3)\n"
-        "if not native.absent:\n"
-        "    native.call('dropout', x.dtype, x, y := torch.empty(2, 3), 2, 3, 0.0, None)\n"
-        "    assert torch.equal(x, y)\n"
-        "print(native.absent, native.note(torch.device('cpu')), sep='|')"
-    )
+def asked(package: Path, code: str = USED) -> str:
+    """What a new process prints about the copy's library, by default after using it."""
     ended = subprocess.run(
         [sys.executable, "-c", code],
         cwd=package,
         capture_output=True,
         text=True,
-        env={**PLAIN, "PYTHONPATH": f"{package}:{ROOT / 'tests'}", **environment},
+        env={**PLAIN, "PYTHONPATH": str(package)},
         timeout=240,
     )
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
@@ -80,6 +83,35 @@ def said(why: str) -> str:
     return f"{why}|no C++ operations ({why}): steps take up to twice as long"
 
 
+Found = Callable[[Path], tuple[native.Functions, str]]
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Found:
+    """Load the library of a copy into this process: its functions, or why it is not used."""
+    monkeypatch.delenv("XFORMER_NATIVE", raising=False)
+
+    def load(package: Path) -> tuple[native.Functions, str]:
+        monkeypatch.setattr(native, "SOURCE", package / "xformer/ops/native.cpp")
+        monkeypatch.setattr(native, "LIBRARY", package / "xformer/ops" / native.LIBRARY.name)
+        functions, _, why = native._loaded()
+        return functions, why
+
+    return load
+
+
+@pytest.fixture
+def small(package: Path) -> Path:
+    """A copy whose source has what native.py looks for, but no operations; it compiles quickly."""
+    facts = ("source", "processor", "build")
+    lines = [f"const char* xformer_{name} = XFORMER_{name.upper()};" for name in facts]
+    for name in native.FUNCTIONS:
+        lines += [f"void* {name}_{kind} = nullptr;" for kind in native.TYPES.values()]
+    source = "\n".join(['extern "C" {', *lines, "}\n"])
+    (package / "xformer/ops/native.cpp").write_text(source, encoding="utf-8")
+    return package
+
+
 @linux
 def test_the_suite_has_the_library() -> None:
     """Without the library, the suite would test only the plain versions of the operations."""
@@ -87,96 +119,88 @@ def test_the_suite_has_the_library() -> None:
 
 
 @linux
-def test_a_library_is_compiled_and_loaded(package: Path) -> None:
-    not_there = said(f"they were not compiled; {AGAIN}, with a C++ compiler")
-    assert asked(package) == not_there
-    compiled(package)
-    assert asked(package) == "|"
-    assert asked(package, XFORMER_NATIVE="0") == "XFORMER_NATIVE=0|"
+def test_a_library_is_compiled_and_loaded_and_computes_the_same(
+    package: Path, found: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes what the plain operations do, also on a processor without AVX-512.
+
+    The library uses PyTorch's OpenMP. With two OpenMP libraries, each would start its own threads.
+    """
+    narrow = wrapped(package, 'exec c++ "$@" -mno-avx512f')
+    compiled(package, narrow if platform.machine() == "x86_64" else "c++")
     made = [x.name for x in (package / "xformer/ops").iterdir() if "native" in x.name]
     assert sorted(made) == sorted([native.LIBRARY.name, "native.cpp", "native.py"])
+    openmp = (
+        "import re\n"
+        "maps = open('/proc/self/maps').read()\n"
+        "print(len(set(re.findall(r'\\S*/lib[gi]?omp[^/]*$', maps, re.M))))"
+    )
+    assert asked(package, f"{USED}\n{openmp}") == "|\n1"
+    functions, absent = found(package)
+    assert not absent
+    monkeypatch.setattr(native, "_functions", functions)
+    monkeypatch.setattr(native, "absent", "")
+    for case in test_ops.CASES:
+        for rate in (0.0, test_ops.RATE):
+            test_ops.test_a_way_equals_the_plain_one_in_fp64(case, "C++", torch.float32, rate)
 
 
 @linux
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_without_a_compiler_the_installation_goes_on(package: Path) -> None:
+    for text in (
         "",
         '[ "$1" = --version ] && exit 0; echo "error: no" >&2; exit 1',
         "printf '\\377'",
         "exit 0",
-    ],
-)
-def test_without_a_compiler_the_installation_goes_on(package: Path, text: str) -> None:
-    compiler = wrapped(package, text) if text else "/nowhere/c++"
-    assert "_native" in compiled(package, compiler)
+    ):
+        compiler = wrapped(package, text) if text else "/nowhere/c++"
+        assert "_native" in compiled(package, compiler), text
+        assert not (package / "xformer/ops" / native.LIBRARY.name).exists(), text
     assert asked(package) == said(f"they were not compiled; {AGAIN}, with a C++ compiler")
 
 
 @linux
-def test_a_library_of_another_source_is_not_used(package: Path) -> None:
-    compiled(package)
-    with (package / "xformer/ops/native.cpp").open("a", encoding="utf-8") as file:
+def test_a_library_of_another_source_is_not_used(small: Path, found: Found) -> None:
+    compiled(small)
+    functions, absent = found(small)
+    assert (len(functions), absent) == (2 * len(native.FUNCTIONS), "")
+    with (small / "xformer/ops/native.cpp").open("a", encoding="utf-8") as file:
         file.write("// changed\n")
-    assert asked(package) == said(f"native.cpp has changed since it was compiled; {AGAIN}")
+    assert found(small) == ({}, f"native.cpp has changed since it was compiled; {AGAIN}")
 
 
 @linux
-def test_a_library_for_another_processor_is_not_used(package: Path) -> None:
+def test_a_library_for_another_processor_is_not_used(small: Path, found: Found) -> None:
     features = "hypervisor avx0 avx1 fma9 sse9"
     other = f"""exec c++ "$@" -UXFORMER_PROCESSOR '-DXFORMER_PROCESSOR="{features}"'"""
-    compiled(package, wrapped(package, other))
-    actual = asked(package)
-    assert actual == said(f"they were compiled for a processor with avx0 avx1 fma9 ...; {AGAIN}")
+    compiled(small, wrapped(small, other))
+    why = f"they were compiled for a processor with avx0 avx1 fma9 ...; {AGAIN}"
+    assert found(small) == ({}, why)
 
 
 @linux
-def test_a_library_that_is_no_library_is_not_used(package: Path) -> None:
-    (package / "xformer/ops" / native.LIBRARY.name).write_bytes(b"nothing of the kind")
-    assert AGAIN in asked(package)
-
-
-@linux
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.9, 0.999])
-def test_a_library_that_is_cut_off_is_not_used(package: Path, share: float) -> None:
-    """Loading it would end Python with SIGBUS."""
-    content = native.LIBRARY.read_bytes()
-    (package / "xformer/ops" / native.LIBRARY.name).write_bytes(
-        content[: int(share * len(content))]
-    )
-    assert asked(package) == said(f"{native.LIBRARY.name} is cut off; {AGAIN}")
-
-
-@linux
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="-mno-avx512f is for x86-64")
-def test_a_processor_without_avx512_computes_the_same(package: Path) -> None:
-    compiled(package, wrapped(package, 'exec c++ "$@" -mno-avx512f'))
+def test_a_library_that_is_damaged_is_not_used(package: Path) -> None:
+    """Loading one that is cut off would end Python with SIGBUS."""
     code = (
-        "import torch, test_ops\n"
-        "assert not test_ops.native.absent and 'copy' in test_ops.native.__file__\n"
-        "equals = test_ops.test_a_way_equals_the_plain_one_in_fp64\n"
-        "for case in test_ops.CASES:\n"
-        "    for rate in (0.0, test_ops.RATE):\n"
-        "        equals(case, 'C++', torch.float32, rate)\n"
-        "print('same')"
-    )
-    assert asked(package, code) == "same"
-
-
-@linux
-def test_there_is_one_openmp(package: Path) -> None:
-    """The library uses PyTorch's OpenMP. With two OpenMP libraries, each would start its own
-    threads.
-    """
-    compiled(package)
-    code = (
-        "import re\n"
         "from xformer.ops import native\n"
-        "assert not native.absent, native.absent\n"
-        "maps = open('/proc/self/maps').read()\n"
-        "print(len(set(re.findall(r'\\S*/lib[gi]?omp[^/]*$', maps, re.M))))"
+        "whole = open(sys.argv[1], 'rb').read()\n"
+        "for share in (0.05, 0.5, 0.9, 0.999):\n"
+        "    native.LIBRARY.write_bytes(whole[:int(share * len(whole))])\n"
+        "    print(native._loaded())\n"
+        "native.LIBRARY.write_bytes(b'nothing of the kind')\n"
+        "print(native._loaded())"
     )
-    assert asked(package, code) == "1"
+    code = f"import sys; sys.argv = ['', {str(native.LIBRARY)!r}]\n{code}"
+    *cut, foreign = asked(package, code).splitlines()
+    assert cut == [str(({}, "", f"{native.LIBRARY.name} is cut off; {AGAIN}"))] * 4
+    assert AGAIN in foreign
+
+
+def test_the_library_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XFORMER_NATIVE", "0")
+    assert native._loaded() == ({}, "", native.OFF)
+    monkeypatch.setattr(native, "absent", native.OFF)
+    assert native.note(torch.device("cpu")) == ""
 
 
 def test_elsewhere_the_library_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
