@@ -40,7 +40,7 @@ def test_each_store_gives_its_share_at_any_time(weights: list[int]) -> None:
     rounding, half a row of spreading. The samples so far differ from that time by the sum over the
     stores.
     """
-    mixture = Mixture([30 + i for i in range(len(weights))], 1, 1.0, weights)
+    mixture = Mixture([3000 + i for i in range(len(weights))], 1, 1.0, weights)
     owners = stores_of(mixture, mixture.at(np.arange(5000))[0])
     counts = np.cumsum(owners[:, None] == np.arange(len(weights)), axis=0)
     shares = np.array(weights) / sum(weights)
@@ -154,7 +154,8 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+# weights that stay are those of "tokens" too, and steps of so many rows those of "final"
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "weights"])
 def test_a_resumed_mixture_equals_one_that_never_stopped(
     forks: Forks, both: list[str], tmp_path: Path, name: str
 ) -> None:
