@@ -182,9 +182,7 @@ def test_resumed_equals_never_stopped(
 
 
 def test_stopped_and_continued_by_torchrun(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """As users do it: torchrun with 2 processes gets SIGTERM, and the same command is given
-    again.
-    """
+    """As users do it: torchrun with 2 processes gets SIGTERM, and the run is continued."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     steps = ["train.steps=80", "train.validate_every=40", "train.log_every=1"]
     reference = forks.start(*training(SMOKE, data.text, straight, *steps), ranks=2)
@@ -196,7 +194,7 @@ def test_stopped_and_continued_by_torchrun(forks: Forks, data: Toys, tmp_path: P
     _, err = first.communicate()
     assert first.returncode != 0
     assert err.count("the same command continues") == 1, err
-    continued = good(command(*training(SMOKE, data.text, stopped, *steps), ranks=2))
+    continued = good(forks.run(*training(SMOKE, data.text, stopped, *steps), ranks=2))
     *_, last = (line for line in continued.err.splitlines() if line.startswith("train "))
     assert "  100%, 80 of 80 steps, 0 s left" in last
     assert "  loss " in last
