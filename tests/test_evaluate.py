@@ -351,14 +351,14 @@ def test_out_may_be_a_pipe_or_a_link(
     refused(done, "/proc/x cannot be written")
 
 
-def test_as_a_user_types_it(data: Toys, learned: Runs) -> None:
+def test_as_a_user_types_it(forks: Forks, data: Toys, learned: Runs) -> None:
     done = good(command("evaluate.py", learned["classes"], f"data={data.classes}"))
     assert done.out.startswith("test loss ")
     assert done.err == (
         'f1 is that of the class "yes", the second label; --labels yes,no at preprocessing changes '
         "it\nprecision fp32 (as in training)\n"
     )
-    lines = good(command("evaluate.py", "--help")).out.splitlines()
+    lines = good(forks.run("evaluate.py", "--help")).out.splitlines()
     assert max(map(len, lines)) <= 100
     for key in all_keys(EvaluateConfig):
         place = next(i for i, line in enumerate(lines) if line.startswith(f"  {key}: "))

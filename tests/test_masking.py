@@ -131,7 +131,7 @@ def shares(run: Path, store: Toys) -> list[float]:
     return every
 
 
-@pytest.mark.parametrize("more", [[], ["batch.tokens=150"], ["batch.accumulate=2"]])
+@pytest.mark.parametrize("more", [[], ["batch.tokens=150", "batch.accumulate=2"]])
 def test_the_share_of_masked_tokens_falls_and_a_run_resumes_in_it(
     forks: Forks, data: Toys, tmp_path: Path, more: list[str]
 ) -> None:
