@@ -83,11 +83,11 @@ def said(why: str) -> str:
     return f"{why}|no C++ operations ({why}): steps take up to twice as long"
 
 
-Found = Callable[[Path], tuple[native.Functions, str]]
+Loading = Callable[[Path], tuple[native.Functions, str]]
 
 
 @pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> Found:
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Loading:
     """Load the library of a copy into this process: its functions, or why it is not used."""
     monkeypatch.delenv("XFORMER_NATIVE", raising=False)
 
@@ -120,7 +120,7 @@ def test_the_suite_has_the_library() -> None:
 
 @linux
 def test_a_library_is_compiled_and_loaded_and_computes_the_same(
-    package: Path, found: Found, monkeypatch: pytest.MonkeyPatch
+    package: Path, loaded: Loading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It computes what the plain operations do, also on a processor without AVX-512.
 
@@ -136,7 +136,7 @@ def test_a_library_is_compiled_and_loaded_and_computes_the_same(
         "print(len(set(re.findall(r'\\S*/lib[gi]?omp[^/]*$', maps, re.M))))"
     )
     assert asked(package, f"{USED}\n{openmp}") == "|\n1"
-    functions, absent = found(package)
+    functions, absent = loaded(package)
     assert not absent
     monkeypatch.setattr(native, "_functions", functions)
     monkeypatch.setattr(native, "absent", "")
@@ -160,22 +160,22 @@ def test_without_a_compiler_the_installation_goes_on(package: Path) -> None:
 
 
 @linux
-def test_a_library_of_another_source_is_not_used(small: Path, found: Found) -> None:
+def test_a_library_of_another_source_is_not_used(small: Path, loaded: Loading) -> None:
     compiled(small)
-    functions, absent = found(small)
+    functions, absent = loaded(small)
     assert (len(functions), absent) == (2 * len(native.FUNCTIONS), "")
     with (small / "xformer/ops/native.cpp").open("a", encoding="utf-8") as file:
         file.write("// changed\n")
-    assert found(small) == ({}, f"native.cpp has changed since it was compiled; {AGAIN}")
+    assert loaded(small) == ({}, f"native.cpp has changed since it was compiled; {AGAIN}")
 
 
 @linux
-def test_a_library_for_another_processor_is_not_used(small: Path, found: Found) -> None:
+def test_a_library_for_another_processor_is_not_used(small: Path, loaded: Loading) -> None:
     features = "hypervisor avx0 avx1 fma9 sse9"
     other = f"""exec c++ "$@" -UXFORMER_PROCESSOR '-DXFORMER_PROCESSOR="{features}"'"""
     compiled(small, wrapped(small, other))
     why = f"they were compiled for a processor with avx0 avx1 fma9 ...; {AGAIN}"
-    assert found(small) == ({}, why)
+    assert loaded(small) == ({}, why)
 
 
 @linux
