@@ -161,7 +161,9 @@ def test_a_run_may_read_means(
     for text, wanted in zip(texts, expected, strict=True):
         assert torch.allclose(model.logits(pack(kept.tokenizer, [text]))[0], wanted, atol=1e-5)
     good(forks.run("evaluate.py", run, f"data={data.classes}", "split=valid"))
-    with pytest.raises(BadInput, match="pooling"):
+    assert ", reads the mean over tokens" in "\n".join(map(str, describe(run)))
+    said = r"model\.pooling=mean is not bert's, which needs first"
+    with pytest.raises(BadInput, match=said):
         hf.to_hf(kept, tmp_path / "hf")
 
     said = "model.pooling is used by the heads classify, regress, choice only, and not by a probe"

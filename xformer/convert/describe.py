@@ -142,6 +142,8 @@ def _head(checkpoint: Checkpoint) -> list[str]:
         line += f", {len(head.labels)} classes: {', '.join(head.labels[:SHOWN])}{more}"
     if head.layer is not None:
         line += f", reads layer {head.layer} (a probe)"
+    elif checkpoint.task is not None and checkpoint.task.reads_pooled:
+        line += ", reads the mean over tokens" if checkpoint.config.pooling == "mean" else ""
     texts = " of two texts" if head.pair else ""
     return [line + texts + (f", chosen by {head.metric}" if head.metric else ""), *others]
 
