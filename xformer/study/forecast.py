@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -114,6 +115,7 @@ class Forecast:
         self._recipes: dict[str, Recipe] = {}
         self._made: dict[str, Facts] = {}
         self._there: dict[str, Facts] = {}
+        self._labelled: set[tuple[Any, ...]] = set()  # splits that can be scored
         for job in plan.jobs.values():
             with within(plan.study.path), within(job.name):
                 self.made(job)
@@ -281,9 +283,14 @@ class Forecast:
 
     def _has_labels(self, job: Job, split: str) -> bool:
         """Whether a split of a run's data can be scored; True if that cannot be read yet."""
-        with suppress(*UNREADABLE):
-            store = open_stores(self.recipe(job).data)
-            return self._task(job).has_labels(store.split(split))
+        recipe = self.recipe(job)
+        known = recipe.data, recipe.head, recipe.masking.pair_weight > 0, split
+        if known not in self._labelled:
+            with suppress(*UNREADABLE):
+                store = open_stores(recipe.data)
+                if not self._task(job).has_labels(store.split(split)):
+                    return False
+            self._labelled.add(known)
         return True
 
     def _check(self, job: Job) -> None:
@@ -566,6 +573,7 @@ class Notes:
 
     def __init__(self, forecast: Forecast):
         self.forecast, self.plan, self.study = forecast, forecast.plan, forecast.plan.study
+        self._flat: dict[str, dict[str, Any]] = {}  # settings of runs, by dotted key
         with within(self.study.path):
             self.notes = tuple(self._filled(text, "notes") for text in self.study.notes)
             self.deviations = tuple(
@@ -674,7 +682,9 @@ class Notes:
             if shape is None or (name == "vocab_size" and shape.vocab_size == 0):
                 return None
             return shape.before_head if name == "head_dropout" else getattr(shape, name)
-        values = flat(self.forecast.recipe(run).model_dump())
+        if run.key not in self._flat:
+            self._flat[run.key] = flat(self.forecast.recipe(run).model_dump())
+        values = self._flat[run.key]
         if (other := UNUSED.get(key)) and values[other]:
             raise BadInput(f"{run.name} does not use {key}, as it has {other}")
         value = values.get(key, {})
@@ -683,10 +693,15 @@ class Notes:
         return value
 
 
+@cache
+def _keys() -> dict[str, Any]:
+    """The dotted keys of a recipe."""
+    return all_keys(Recipe)
+
+
 def _check_key(key: str) -> None:
-    keys = list(all_keys(Recipe))
-    if key not in keys:
-        raise BadInput(f"there is no key {key!r}{nearest(key, keys)}")
+    if key not in _keys():
+        raise BadInput(f"there is no key {key!r}{nearest(key, list(_keys()))}")
 
 
 def listed(values: Iterable[Any]) -> str:

@@ -20,7 +20,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import cache, reduce
 from glob import has_magic
 from graphlib import CycleError, TopologicalSorter
 from itertools import takewhile
@@ -53,6 +53,7 @@ READ = ("source", "store")  # arguments of operations on weights that are paths
 # these change no result; `validate_every` does, as it affects which checkpoint is selected
 INTERVALS = ("log_every", "checkpoint_every", "keep_last", "keep_every", "keep_state", "keep_at")
 PLACE_BELOW = re.compile(PLACE.pattern + r"((?:/[^\s{}]*)?)")  # with the rest of its path
+IN_BRACES = re.compile(r"\{([^{}]+)\}")
 UNPACKED = ".unpacked"  # marks a command's directory whose files come from the kept results
 
 
@@ -133,8 +134,10 @@ class Plan:
         self.wanted: set[str] = set()
         self.absent: dict[str, Path] = {}  # the first path that is missing below a need
         self.digests = Digests(root / "digests.json")
+        self._read_of: dict[Path, str] = {}  # digests of what was read, each taken once
         self._staged: dict[str, dict[str, Job]] = {}  # by stage and name; stages may share a run
         self._recipes: dict[str, dict[str, Any]] = {}
+        self._deciding = _deciding(study)
         self._making: list[str] = []  # to detect cycles
         self._made_at: dict[tuple[str, frozenset[tuple[str, str]]], Job] = {}  # by name and levels
         self._auto: dict[str, set[str]] = {}  # the precisions that `auto` took, by stage
@@ -375,7 +378,7 @@ class Plan:
 
     def _made(self, name: str, levels: Levels) -> Job:
         """The job that makes {made.NAME} for a run at these levels."""
-        place = name, frozenset(levels.items())
+        place = name, frozenset(pair for pair in levels.items() if pair[0] in self._deciding)
         if place in self._made_at:
             return self._made_at[place]
         if name not in self.study.made:
@@ -425,6 +428,8 @@ class Plan:
         lies there."""
 
         def change(text: str) -> str:
+            if "{" not in text:
+                return text
             text = with_levels(text, inputs.levels)
             return PLACE_BELOW.sub(lambda place: self._place(place, inputs, by_key), text)
 
@@ -467,7 +472,19 @@ class Plan:
 
     def _read(self, path: Path, inputs: _Inputs) -> str:
         """The digest of a path that a job reads."""
-        return inputs.reads.setdefault(path, self.digests.of(path))
+        if path not in self._read_of:
+            self._read_of[path] = self.digests.of(path)
+        return inputs.reads.setdefault(path, self._read_of[path])
+
+
+def _deciding(study: Study) -> set[str]:
+    """The factors whose levels can change what is made before the runs: those in braces in its
+    commands, and all if a command reads a run."""
+    words = [word for made in study.made.values() for word in made.command]
+    every = [factors for stage in study.stages for factors in study.factors(stage).items()]
+    text = "\n".join([*words, *(level for _, levels in every for level in levels)])
+    read = {factor for factor, _ in every} if "{stage." in text else set()
+    return read.union(IN_BRACES.findall(text))
 
 
 def _scores(job: Job) -> Collection[str]:
@@ -534,11 +551,9 @@ def identity(recipe: Recipe) -> dict[str, Any]:
         del content[name]
     for name in INTERVALS:
         del content["train"][name]
-    defaults = Recipe(data="-", run="-", head="mlm").model_dump(mode="json")
-    for name in LATER:
-        *groups, key = name.split(".")
-        own, others = (reduce(dict.__getitem__, groups, values) for values in (content, defaults))
-        if own[key] == others[key]:
+    for (*groups, key), default in _later().items():
+        own = reduce(dict.__getitem__, groups, content)
+        if own[key] == default:
             del own[key]
     # when the first results were made, `data` was a group that held `fraction`, and fp32 was not
     # written. This form is kept, so that they keep their keys
@@ -548,6 +563,14 @@ def identity(recipe: Recipe) -> dict[str, Any]:
     if recipe.system.tf32:
         content["tf32"] = True
     return content
+
+
+@cache
+def _later() -> dict[tuple[str, ...], Any]:
+    """The default of each key of LATER, by its parts."""
+    defaults = Recipe(data="-", run="-", head="mlm").model_dump(mode="json")
+    every = [tuple(name.split(".")) for name in LATER]
+    return {parts: reduce(dict.__getitem__, parts, defaults) for parts in every}
 
 
 def content_key(content: Any) -> str:

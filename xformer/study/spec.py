@@ -749,6 +749,8 @@ def _twice(names: Iterable[str]) -> str:
 def with_levels(text: str, levels: Levels) -> str:
     """A text with the name of the level in place of each {FACTOR}. Raises BadInput for a factor
     that is not among them."""
+    if "{" not in text:
+        return text
     for factor, level in levels.items():
         text = text.replace(f"{{{factor}}}", level)
     for unknown in FACTOR.findall(PLACE.sub("", text)):
