@@ -5,6 +5,8 @@ checks.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,17 +16,17 @@ import pytest
 import test_study
 import torch
 from helpers import CLASSIFY, ROOT, SMOKE, Forks, good, refused, task, training
+from plans import SCALES
 from test_study import changed, finish, html_of, markdown_of, plan_of
 from toys import Toys
 
-from xformer.config import each, read_recipe, validate
+from xformer.config import each, read_recipe
 from xformer.data.batch import Batch
 from xformer.data.errors import BadInput
 from xformer.data.files import write_json
 from xformer.model.config import ModelConfig
 from xformer.preprocess import cli
 from xformer.preprocess.tasks import dna, glue, protein, tags
-from xformer.recipe import Recipe
 from xformer.study.forecast import PLACEHOLDER, Forecast, Notes, in_words, listed, made_kind
 from xformer.study.plan import Plan
 from xformer.study.results import Results
@@ -32,8 +34,6 @@ from xformer.study.spec import read_study
 from xformer.tasks.task import Model
 
 file, letters = test_study.file, test_study.data  # fixtures: the study "Letters"
-STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))
-SCALES = [(path, scale) for path in STUDIES for scale in read_recipe(path)["scales"]]
 
 
 # --------------------------------------------------------------------- numbers in sentences
@@ -528,33 +528,35 @@ FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
 
 # encoders of the micro family, by the names of their needs
 MICRO = ("english-encoder", "brackets-encoder", "nesting-encoder")
-Planned = dict[tuple[Path, str], Forecast]
+Planned = Callable[[Path, str], Forecast]
 
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> Planned:
-    """The plan of every study at every scale. The shapes of the models are known, and there is no
+    """The plan of each study at each scale. The shapes of the models are known, and there is no
     data.
     """
     root = tmp_path_factory.mktemp("models")
     models = {name: imported(root / name, of, **sizes) for name, (of, sizes) in FAMILIES.items()}
     models |= {name: micro(root / name) for name in MICRO}
-    forecasts = {}
-    for path, scale in SCALES:
+
+    @cache
+    def planned(path: Path, scale: str) -> Forecast:
         study = read_study(path, scale)
         # at the scale mini, studies call MiniLM `bert`
         mini = {"bert": models["minilm"]} if scale == "mini" else {}
         known = {name: str(place) for name, place in (models | mini).items() if name in study.needs}
-        forecasts[path, scale] = Forecast(Plan(study, root / "studies", known))
-    return forecasts
+        return Forecast(Plan(study, root / "studies", known))
+
+    return planned
 
 
 @pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
 def test_no_number_is_typed_by_hand(path: Path, scale: str, plans: Planned) -> None:
-    study = plans[path, scale].plan.study
+    study = plans(path, scale).plan.study
     for text in (*study.notes, *(one.ours for one in study.deviations)):
         assert not typed(text), f"{typed(text)} in {text!r}"
-    filled = Notes(plans[path, scale])
+    filled = Notes(plans(path, scale))
     said = [*filled.notes, *(text for one in filled.deviations for text in one.cells())]
     assert "?" not in "".join(said)  # every value is known if the models are
 
@@ -589,14 +591,13 @@ def longest_rows(config: ModelConfig, head: str, length: int) -> tuple[Model, Ba
 def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) -> None:
     """The longest rows of each stage go through the model that it trains, once for each shape."""
     kinds: set[tuple[ModelConfig, str, int]] = set()
-    for (path, of), forecast in plans.items():
-        if of != scale:
-            continue
+    for path in (path for path, of in SCALES if of == scale):
+        forecast = plans(path, scale)
         forecast.check()
         for job in forecast.plan.jobs.values():
             if job.recipe is None:
                 continue
-            recipe = validate(Recipe, job.recipe)
+            recipe = forecast.recipe(job)
             config, store = forecast.made(job).shape, forecast.store(recipe.data)
             if config is None and "/trajectory/" in (recipe.init or ""):
                 continue  # known when the run that keeps it has begun
@@ -619,11 +620,12 @@ def test_every_stage_of_every_study_takes_a_batch(scale: str, plans: Planned) ->
 @pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
 def test_no_row_of_a_corpus_is_cut(path: Path, scale: str, plans: Planned) -> None:
     """A store's longest row and two special tokens fit into a row of a batch."""
-    plan = plans[path, scale].plan
+    forecast = plans(path, scale)
+    plan = forecast.plan
     commands = {str(job.path): job.command for job in plan.jobs.values()}
     for job in plan.jobs.values():
         if job.recipe is not None and job.recipe["head"] == "mlm":
-            recipe = validate(Recipe, job.recipe)
+            recipe = forecast.recipe(job)
             for store in each(recipe.data):
                 options = dict(pairwise(commands[store]))
                 longest = options.get("--max-tokens") or options["--lengths"].partition(":")[2]

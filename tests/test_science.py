@@ -12,21 +12,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import CLASSIFY, ROOT, SMOKE, Forks, good, refused, training
+from plans import SCALES, foreseen
 from test_spans import squad
 from test_tags import toy
 from toys import WORDS, Toys
 
 from xformer import checkpoint as checkpoints
 from xformer.analysis.subcommand import Output, publish
-from xformer.config import load, read_recipe, validate
+from xformer.config import load
 from xformer.data import style
 from xformer.data.errors import Failure
 from xformer.data.files import read_json
 from xformer.data.store import open_store
 from xformer.optim import MOMENTS, OptimConfig
 from xformer.recipe import Recipe
-from xformer.study.forecast import Forecast, Notes
-from xformer.study.plan import Job, Plan, content_key, identity
+from xformer.study.forecast import Notes
+from xformer.study.plan import Job, content_key, identity
 from xformer.study.spec import read_study
 from xformer.tasks.regress import regression
 
@@ -128,21 +129,21 @@ def test_finished_results_of_studies_stay_valid() -> None:
     assert key("optim.name=adam", "optim.weight_decay=0.01") == "c67d5d4eaffcebf8"
 
 
-STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))
-SCALES = [(p, s) for p in STUDIES for s in ("mini", "paper") if s in read_recipe(p)["scales"]]
+MINI_AND_PAPER = [(path, scale) for path, scale in SCALES if scale in ("mini", "paper")]
 
 
-def runs_of(path: Path, scale: str, directory: Path) -> list[tuple[Job, Recipe]]:
+def runs_of(path: Path, scale: str) -> list[tuple[Job, Recipe]]:
     """The training runs of a study, each with its resolved settings."""
-    jobs = Plan(read_study(path, scale), directory, {}).jobs.values()
-    return [(job, validate(Recipe, job.recipe)) for job in jobs if job.recipe is not None]
+    forecast = foreseen(path, scale)
+    jobs = forecast.plan.jobs.values()
+    return [(job, forecast.recipe(job)) for job in jobs if job.recipe is not None]
 
 
-@pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
-def test_no_study_inherits_another_optimizers_settings(
-    path: Path, scale: str, tmp_path: Path
-) -> None:
-    for job, recipe in runs_of(path, scale, tmp_path):
+@pytest.mark.parametrize(
+    ("path", "scale"), MINI_AND_PAPER, ids=lambda part: getattr(part, "stem", part)
+)
+def test_no_study_inherits_another_optimizers_settings(path: Path, scale: str) -> None:
+    for job, recipe in runs_of(path, scale):
         config = recipe.optim
         assert config.weight_decay == 0 or config.name == "adamw", job.name
         assert (config.betas == (0.95, 0.98)) == (config.name == "novograd"), job.name
@@ -161,11 +162,11 @@ def test_no_recipe_inherits_another_optimizers_settings() -> None:
 
 
 @pytest.mark.parametrize("scale", ["mini", "paper"])
-def test_studies_follow_their_papers(scale: str, tmp_path: Path) -> None:
+def test_studies_follow_their_papers(scale: str) -> None:
     """These settings once differed from the papers, and no report said so."""
 
     def runs(name: str) -> list[tuple[Job, Recipe]]:
-        return runs_of(ROOT / f"recipes/studies/{name}.toml", scale, tmp_path)
+        return runs_of(ROOT / f"recipes/studies/{name}.toml", scale)
 
     # Kao & Lee, figures 4, 8 and 9: the last checkpoint of training on 1 %
     selected = {
@@ -202,8 +203,10 @@ def test_studies_follow_their_papers(scale: str, tmp_path: Path) -> None:
         assert ("mnli" in {table.name for table in study.tables}) == (scale == "paper")
 
 
-@pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
-def test_what_a_study_leaves_open_is_said(path: Path, scale: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "scale"), MINI_AND_PAPER, ids=lambda part: getattr(part, "stem", part)
+)
+def test_what_a_study_leaves_open_is_said(path: Path, scale: str) -> None:
     """The reports of these studies name each deviation, with the value that is used."""
     expected = {
         "chiang2020-table1": [
@@ -219,8 +222,7 @@ def test_what_a_study_leaves_open_is_said(path: Path, scale: str, tmp_path: Path
         "zhang2021-operations": ["what is printed", "rate, rows, epochs and weight decay"],
         "zhang2021-foreign": ["what is printed", "rate, rows, epochs and weight decay"],
     }
-    plan = Plan(read_study(path, scale), tmp_path, {})
-    said = {one.what: one.ours for one in Notes(Forecast(plan)).deviations}
+    said = {one.what: one.ours for one in Notes(foreseen(path, scale)).deviations}
     assert set(expected.get(path.stem, [])) <= set(said)
     if path.stem.startswith("chiang"):
         pieces = {"mini": "8,000", "paper": "30,000"}[scale]
@@ -520,15 +522,10 @@ def test_the_findings_say_what_minilm_was_tuned_on() -> None:
 
 @pytest.mark.parametrize(
     ("path", "scale"),
-    [
-        (path, scale)
-        for path in STUDIES
-        for scale in read_recipe(path)["scales"]
-        if scale in ("mini", "full", "short")
-    ],
-    ids=lambda part: part.stem if isinstance(part, Path) else part,
+    [(path, scale) for path, scale in SCALES if scale in ("mini", "full", "short")],
+    ids=lambda part: getattr(part, "stem", part),
 )
-def test_studies_of_minilm_say_it_below_every_table(path: Path, scale: str, tmp_path: Path) -> None:
+def test_studies_of_minilm_say_it_below_every_table(path: Path, scale: str) -> None:
     """Studies that use only its shape, or only the papers' models, say nothing."""
     study = read_study(path, scale)
     if not any(WEIGHTS.search(need.about) for need in study.needs.values()):
@@ -543,8 +540,7 @@ def test_studies_of_minilm_say_it_below_every_table(path: Path, scale: str, tmp_
         assert sum(LABEL in note for note in study.notes) == 1
         assert LABEL in study.headline.labels["minilm"]
         return
-    plan = Plan(study, tmp_path, {})
-    said = [one for one in Notes(Forecast(plan)).deviations if LABEL in one.ours]
+    said = [one for one in Notes(foreseen(path, scale)).deviations if LABEL in one.ours]
     assert len(said) == 1
     # it applies to the whole report
     assert said[0].tables + said[0].curves + said[0].pictures == ()

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ import numpy as np
 import pytest
 from helpers import ROOT, Forks, command, good, refused
 from markupsafe import escape
+from plans import SCALES, planned
 from scipy import stats
 
 from xformer.config import read_recipe, toml_text
@@ -2145,19 +2145,9 @@ def test_slurm_is_missed_by_name(forks: Forks, file: Path, data: Path, tmp_path:
     refused(ended, "executor=local" if shutil.which("sbatch") is None else "executor=")
 
 
-STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))
-
-
-SCALES = [
-    pytest.param(path, scale, id=f"{path.stem}-{scale}")
-    for path in STUDIES
-    for scale in tomllib.loads(path.read_text(encoding="utf-8"))["scales"]
-]
-
-
-@pytest.mark.parametrize(("path", "scale"), SCALES)
-def test_every_study_resolves(path: Path, scale: str, tmp_path: Path) -> None:
-    plan = plan_of(path, tmp_path, scale)
+@pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
+def test_every_study_resolves(path: Path, scale: str) -> None:
+    plan = planned(path, scale)
     assert plan.jobs
     if scale == "mini":
         assert sum(bool(job.stage) for job in plan.jobs.values()) <= 60
