@@ -53,7 +53,6 @@ READ = ("source", "store")  # arguments of operations on weights that are paths
 # these change no result; `validate_every` does, as it affects which checkpoint is selected
 INTERVALS = ("log_every", "checkpoint_every", "keep_last", "keep_every", "keep_state", "keep_at")
 PLACE_BELOW = re.compile(PLACE.pattern + r"((?:/[^\s{}]*)?)")  # with the rest of its path
-IN_BRACES = re.compile(r"\{([^{}]+)\}")
 UNPACKED = ".unpacked"  # marks a command's directory whose files come from the kept results
 
 
@@ -137,7 +136,6 @@ class Plan:
         self._read_of: dict[Path, str] = {}  # digests of what was read, each taken once
         self._staged: dict[str, dict[str, Job]] = {}  # by stage and name; stages may share a run
         self._recipes: dict[str, dict[str, Any]] = {}
-        self._deciding = _deciding(study)
         self._making: list[str] = []  # to detect cycles
         self._made_at: dict[tuple[str, frozenset[tuple[str, str]]], Job] = {}  # by name and levels
         self._auto: dict[str, set[str]] = {}  # the precisions that `auto` took, by stage
@@ -378,7 +376,7 @@ class Plan:
 
     def _made(self, name: str, levels: Levels) -> Job:
         """The job that makes {made.NAME} for a run at these levels."""
-        place = name, frozenset(pair for pair in levels.items() if pair[0] in self._deciding)
+        place = name, frozenset(levels.items())
         if place in self._made_at:
             return self._made_at[place]
         if name not in self.study.made:
@@ -475,16 +473,6 @@ class Plan:
         if path not in self._read_of:
             self._read_of[path] = self.digests.of(path)
         return inputs.reads.setdefault(path, self._read_of[path])
-
-
-def _deciding(study: Study) -> set[str]:
-    """The factors whose levels can change what is made before the runs: those in braces in its
-    commands, and all if a command reads a run."""
-    words = [word for made in study.made.values() for word in made.command]
-    every = [factors for stage in study.stages for factors in study.factors(stage).items()]
-    text = "\n".join([*words, *(level for _, levels in every for level in levels)])
-    read = {factor for factor, _ in every} if "{stage." in text else set()
-    return read.union(IN_BRACES.findall(text))
 
 
 def _scores(job: Job) -> Collection[str]:
