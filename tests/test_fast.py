@@ -220,8 +220,10 @@ def test_the_loss_in_training_is_that_of_scoring() -> None:
     assert int(training.correct) == int(scoring.correct)
 
 
-@pytest.mark.parametrize(("kind", "outputs"), [("mlm", 0), ("classify", 4), ("span", 2)])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "kind", "outputs"),
+    [*((shape, "mlm", 0) for shape in SHAPES), ("post", "classify", 4), ("post", "span", 2)],
+)
 def test_a_step_is_one_graph_for_torch_compile(shape: str, kind: str, outputs: int) -> None:
     """There is no graph break, and loss and gradients are the same under the same masks."""
     torch._dynamo.reset()  # it counts how often a line was recompiled

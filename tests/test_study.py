@@ -1234,7 +1234,7 @@ def test_a_study_that_is_killed_loses_nothing(
     changed(
         file,
         ("vary.seed = [0, 1]", "vary.seed = [0]"),
-        ("steps = 4 }", "steps = 120, checkpoint_every = 20, log_every = 20 }"),
+        ("steps = 4 }", "steps = 60, checkpoint_every = 10, log_every = 10 }"),
         ("[scales.mini]", "[scales.mini]\nlevels.rate = ['low']"),
     )
     line = [
@@ -1251,7 +1251,7 @@ def test_a_study_that_is_killed_loses_nothing(
     checkpoints = plan.runs("pretrain")[0].path / "checkpoints"
     for number, kill in enumerate((os.kill, os.killpg), 1):
         fork = forks.start(*line, before="import os; os.setsid()")
-        while not any(int(path.name[5:]) > 40 * number for path in checkpoints.glob("step_*")):
+        while not any(int(path.name[5:]) > 20 * number for path in checkpoints.glob("step_*")):
             time.sleep(0.01)
         kill(fork.pids[0], signal.SIGKILL)
         assert fork.wait().status == -signal.SIGKILL

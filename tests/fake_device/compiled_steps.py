@@ -9,6 +9,7 @@ it generates code. A case that cannot be traced as one program ends with a trace
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,12 @@ from xformer import optim
 SAME = (*optim.KINDS, "accumulated gradients", "spikes")
 SAME = (*SAME, *(f"{name}, fp32" for name in TASKS if name not in ("mlm", "classify")))
 COMPILED = {name: case for name, case in CASES.items() if name not in (*SAME, "Hilbert-CNN")}
+# One layer is enough, where all layers are alike.
+COMPILED |= {
+    name: replace(case, model=case.model | {"layers": 1})
+    for name, case in COMPILED.items()
+    if not {"window", "shared_layers"} & case.model.keys()
+}
 
 
 def programs(case: Case) -> tuple[int, set[str]]:
