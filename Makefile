@@ -1,6 +1,6 @@
 # make demo            pre-train, fine-tune and report on text that comes with Python: 5 minutes on 2 cores
 # make reproduce       train a small model, compare its loss curves with the expected ones: a minute
-# make test            run the suite: 8 minutes on 2 cores
+# make test            run the suite: 10 to 20 minutes on 2 cores
 # make test-slow       build the wheel and use it outside the checkout; run the notebooks: about 10 minutes
 # make check           check lint, format and types
 # make format          fix lint and format
