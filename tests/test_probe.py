@@ -146,10 +146,11 @@ def test_wrong_probes_cost_one_line(
 def test_a_run_may_read_means(
     forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path
 ) -> None:
-    """`model.pooling=mean` reads what `encode` gives, through the pooler. The checkpoint keeps it,
-    and tasks that do not use it refuse it."""
-    run, start = tmp_path / "run", f"init={learned['text']}"
-    line = [start, *NO_DROPOUT, "model.pooling=mean", "train.epochs=0.2"]
+    """The head reads what `encode` gives, through the pooler, if the checkpoint says so."""
+    first = checkpoints.load(learned["text"])
+    config = first.config.model_copy(update={"pooling": "mean"})
+    checkpoints.save(replace(first, config=config), tmp_path / "mean")
+    run, line = tmp_path / "run", [f"init={tmp_path / 'mean'}", *NO_DROPOUT, "train.epochs=0.2"]
     good(forks.run(*training(CLASSIFY, data.classes, run, *line)))
     kept = checkpoints.load(run)
     assert kept.config.pooling == "mean"
@@ -166,13 +167,10 @@ def test_a_run_may_read_means(
     with pytest.raises(BadInput, match=said):
         hf.to_hf(kept, tmp_path / "hf")
 
-    said = "model.pooling is used by the heads classify, regress, choice only, and not by a probe"
-    other = tmp_path / "other"
-    words = training(CLASSIFY, data.text, other, start, "head=mlm", "model.pooling=mean")
-    refused(forks.run(*words), said)
-    probed = training(CLASSIFY, data.classes, other, start, "model.pooling=mean", "probe.layer=1")
-    refused(forks.run(*probed), said)
-    assert not other.exists()
+    other = training(CLASSIFY, data.classes, tmp_path / "other", *line, "model.pooling=first")
+    said = "model.pooling=first: the checkpoint given as init has mean; leave model.pooling out"
+    refused(forks.run(*other), said)
+    assert not (tmp_path / "other").exists()
 
 
 def test_files_and_keys_of_other_runs_stay() -> None:

@@ -41,7 +41,7 @@ from xformer.tasks.task import Head, Task
 from xformer.trajectory import Timeline, Trajectory
 
 # settings of model.* that may differ from those of the checkpoint given as init=
-BEHAVIOUR = ("dropout", "attention_dropout", "head_dropout", "dropout_form", "pooling")
+DROPOUT_SETTINGS = ("dropout", "attention_dropout", "head_dropout", "dropout_form")
 
 PROBED = ("task_head",)  # what a probe trains
 
@@ -212,14 +212,10 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
 
 def _check_used(recipe: Recipe, typed_keys: Collection[str]) -> None:
     """Raise BadInput if the user typed a setting that this run would not use."""
-    task, decays = TASKS[recipe.head], recipe.optim.schedule == "wsd"
-    pools = task.reads_pooled and recipe.probe.layer is None
+    masks, decays = TASKS[recipe.head].predicts_masked, recipe.optim.schedule == "wsd"
     for key in typed_keys:
-        if key.startswith("masking.") and not task.predicts_masked:
+        if key.startswith("masking.") and not masks:
             raise BadInput(f"{key} needs head=mlm; head={recipe.head} masks no tokens")
-        if key == "model.pooling" and not pools:
-            names = ", ".join(name for name, one in TASKS.items() if one.reads_pooled)
-            raise BadInput(f"model.pooling is used by the heads {names} only, and not by a probe")
         if key == "optim.decay" and not decays:
             raise BadInput(
                 f"optim.decay needs optim.schedule=wsd; with {recipe.optim.schedule} it is not used"
@@ -462,7 +458,7 @@ def check_data(recipe: Recipe, kind: str, splits: Collection[str], store: object
 def with_settings(
     config: ModelConfig, wanted: ModelConfig, overrides: Collection[str] | None = None
 ) -> ModelConfig:
-    """A checkpoint's model config with the BEHAVIOUR of `wanted`. If the two differ in other keys,
+    """A checkpoint's model config with the dropout of `wanted`. If the two differ in other keys,
     raises a BadInput that names them. It checks the architecture and the `overrides` (None: all
     keys)."""
     refused = {
@@ -476,19 +472,21 @@ def with_settings(
         raise BadInput(
             f"{given}: the checkpoint given as init has {has}; leave {', '.join(refused)} out"
         )
-    changes = [name for name in BEHAVIOUR if name in wanted.model_fields_set]
-    return config.model_copy(update={name: getattr(wanted, name) for name in changes})
+    dropout = [name for name in DROPOUT_SETTINGS if name in wanted.model_fields_set]
+    return config.model_copy(update={name: getattr(wanted, name) for name in dropout})
 
 
 def _differing(config: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[object, object]]:
-    """The settings, except BEHAVIOUR, in which the wanted model differs from a checkpoint's
-    `config`: {name: (wanted value, the checkpoint's)}."""
+    """The settings, except dropout, in which the wanted shape differs from a checkpoint's `config`:
+    {name: (wanted value, the checkpoint's)}."""
     names = [name for name in ModelConfig.model_fields if name in wanted.model_fields_set]
     pairs = {name: (getattr(wanted, name), getattr(config, name)) for name in names}
     return {
         name: (value, has)
         for name, (value, has) in pairs.items()
-        if name not in BEHAVIOUR and value != has and not (name == "vocab_size" and value == 0)
+        if name not in DROPOUT_SETTINGS
+        and value != has
+        and not (name == "vocab_size" and value == 0)
     }
 
 

@@ -24,7 +24,7 @@ from xformer.data.files import read_json
 from xformer.monitor import ENDS, records
 from xformer.parallel import processes
 from xformer.parallel.processes import TORCHRUN
-from xformer.prepare import BEHAVIOUR
+from xformer.prepare import DROPOUT_SETTINGS
 from xformer.recipe import Recipe
 from xformer.run import is_run, read_config
 
@@ -90,7 +90,7 @@ def _model(run: Path, config: dict[str, Any]) -> dict[str, Any]:
     trained = next(run.glob("checkpoints/step_*"), None)
     if trained is None:
         raise BadInput(f"{run} has no checkpoint to read its dropout from")
-    return checkpoints.load(trained).config.model_dump(mode="json", include=set(BEHAVIOUR))
+    return checkpoints.load(trained).config.model_dump(mode="json", include=set(DROPOUT_SETTINGS))
 
 
 def _make(config: dict[str, Any], environment: dict[str, Any], again: Path, steps: int) -> None:
