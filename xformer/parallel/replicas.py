@@ -101,8 +101,8 @@ class Replicas:
         return self.copy.no_sync()
 
     def _average(self) -> None:
-        """Average the gradients over the ranks, in place. All ranks have the same gradients: also
-        one without rows, whose gradients are 0."""
+        """Average the gradients over the ranks, in place. Every rank has a gradient for the same
+        weights. Those of a rank without rows are 0."""
         gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
         flat = self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))
         flat /= self.ranks.world_size
