@@ -166,7 +166,7 @@ class Pair(Ranks):
 
 
 def test_two_ranks_average_their_gradients(recorded: list[Graph]) -> None:
-    """Each rank meets the shapes in an order of its own. In the last step one rank has no rows."""
+    """The ranks meet the shapes in different orders. In the last step one rank has no rows."""
     shapes = [16, 16, 12, 12, 16, 12], [12, 16, 16, 12, 12, 16]
     batches = [batches_of(lengths) for lengths in shapes]
     expected: list[list[Tensor]] = []
