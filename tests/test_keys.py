@@ -229,6 +229,52 @@ def test_a_finished_study_of_before_is_reported(forks: Forks, data: Toys, tmp_pa
     assert len(Plan(read_study(file, "mini"), root, {}).jobs) == 2
 
 
+def test_dropout_from_a_checkpoint_is_not_taken_for_the_default(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """A run takes its dropout from the checkpoint of init=, unless the user types it. The two have
+    one key if the typed one is the default, so a study refuses to mix them. Earlier versions
+    recorded the default for both."""
+    start, root, file = tmp_path / "start", tmp_path / "studies", tmp_path / "one.toml"
+    good(forks.run(*training(SMOKE, data.text, start, "train.steps=2", "model.dropout=0")))
+    shape = "settings.model = { layers = 1, hidden = 16, heads = 2, intermediate = 16 }"
+    study = STUDY.format(recipe=ROOT / CLASSIFY, data=data.classes, precision="fp32")
+    study = study.replace(
+        shape, f'settings.init = "{start}"\nsettings.batch.max_tokens = 64'
+    ).replace("vary.share.half", "# ")
+
+    def plan(typed: str = "") -> Plan:
+        file.write_text(study.replace("vary.seed", f"{typed}\nvary.seed"))
+        planned = Plan(read_study(file, "mini"), root, {})
+        Forecast(planned).check()
+        return planned
+
+    (job,) = plan().jobs.values()
+    set_up(job)
+    good(forks.run(*job.command))
+    content = read_json(job.path / "config.json")
+    assert content["config"]["model"]["dropout"] == content["identity"]["model"]["dropout"] == 0
+    for part in (content["config"], content["identity"], content["starts"][0]["config"]):
+        part["model"]["dropout"] = 0.1  # as earlier versions recorded it
+    (job.path / RUN_MANIFEST).unlink()  # it has the checksum of config.json
+    as_recorded = (content, read_json(job.path / "config.json"))
+    for recorded in as_recorded:
+        write_json(job.path / "config.json", recorded)
+        assert plan().jobs.keys() == {job.key}
+        assert "is finished" in good(forks.run(*job.command)).err
+        assert "is finished" in good(forks.run(*job.command, "model.dropout=0")).err
+        refused(forks.run(*job.command, "model.dropout=0.1"), "model.dropout=0.0 is now 0.1")
+        with pytest.raises(BadInput, match=r"with model.dropout=0.0, the study asks for 0.1; del"):
+            plan("settings.model.dropout = 0.1")
+    assert plan("settings.model.dropout = 0.0").jobs.keys().isdisjoint({job.key})
+    assert plan("settings.model.attention_dropout = 0.2").jobs.keys().isdisjoint({job.key})
+    with pytest.raises(
+        BadInput, match=r"share=typed seed=0 would be the same run.*type model.dropout in"
+    ):
+        plan("vary.share.typed = { model = { dropout = 0.1 } }")
+    assert len(plan("vary.share.typed = { model = { dropout = 0.2 } }").jobs) == 2
+
+
 def test_a_study_takes_a_list_of_stores(data: Toys, tmp_path: Path) -> None:
     file = tmp_path / "one.toml"
     text = STUDY.format(recipe=ROOT / CLASSIFY, data="DATA", precision="fp32")

@@ -24,7 +24,7 @@ from xformer.data.mixture import Mixture
 from xformer.data.sampler import Samples, Stream
 from xformer.data.store import Store
 from xformer.freeze import chosen, describe_frozen
-from xformer.model.config import ModelConfig
+from xformer.model.config import DROPOUT, ModelConfig
 from xformer.optim import learning_rate
 from xformer.parallel.compiled import compiles
 from xformer.parallel.feed import Feed
@@ -39,9 +39,6 @@ from xformer.tasks.known import TASKS, task_of
 from xformer.tasks.pairs import pair_scale
 from xformer.tasks.task import Head, Task
 from xformer.trajectory import Timeline, Trajectory
-
-# settings of model.* that may differ from those of the checkpoint given as init=
-DROPOUT_SETTINGS = ("dropout", "attention_dropout", "head_dropout", "dropout_form")
 
 PROBED = ("task_head",)  # what a probe trains
 
@@ -161,8 +158,8 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     file, and the checkpoint of `init=` replaces them. By default all keys count as typed.
 
     The setup's recipe has the values that the run uses: fp32 or bf16 in place of
-    `system.precision=auto`, the model's length in place of `batch.max_tokens=0`, and the shape of
-    the checkpoint.
+    `system.precision=auto`, the model's length in place of `batch.max_tokens=0`, and the shape
+    and dropout of the checkpoint.
     """
     if recipe.init == "":
         raise BadInput("init must be given: init=CHECKPOINT, or init=RUN of a finished run")
@@ -274,13 +271,19 @@ def _initial(recipe: Recipe, store: Store, overrides: Collection[str] | None) ->
 
 
 def _with_shape(recipe: Recipe, start: Checkpoint) -> tuple[Recipe, list[str]]:
-    """The recipe with the shape of the checkpoint, and a line about the values that it replaces."""
-    if recipe.init is None or not (other := _differing(start.config, recipe.model)):
+    """The recipe with the shape and the dropout of the checkpoint, and a line about the values of
+    the shape that it replaces."""
+    if recipe.init is None:
         return recipe, []
-    model = recipe.model.model_copy(update={name: has for name, (_, has) in other.items()})
+    other = _differing(start.config, recipe.model)
+    dropout = {name: getattr(start.config, name) for name in DROPOUT}
+    shape = {name: has for name, (_, has) in other.items()}
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=shape | dropout)})
+    if not other:
+        return recipe, []
     old = ", ".join(f"model.{name}={value}" for name, (value, _) in other.items())
     line = f"init={recipe.init} decides the shape of the model, not the recipe's {old}"
-    return recipe.model_copy(update={"model": model}), [line]
+    return recipe, [line]
 
 
 def _with_length(recipe: Recipe, start: Checkpoint, store: Store) -> Recipe:
@@ -472,7 +475,7 @@ def with_settings(
         raise BadInput(
             f"{given}: the checkpoint given as init has {has}; leave {', '.join(refused)} out"
         )
-    dropout = [name for name in DROPOUT_SETTINGS if name in wanted.model_fields_set]
+    dropout = [name for name in DROPOUT if name in wanted.model_fields_set]
     return config.model_copy(update={name: getattr(wanted, name) for name in dropout})
 
 
@@ -484,9 +487,7 @@ def _differing(config: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[obje
     return {
         name: (value, has)
         for name, (value, has) in pairs.items()
-        if name not in DROPOUT_SETTINGS
-        and value != has
-        and not (name == "vocab_size" and value == 0)
+        if name not in DROPOUT and value != has and not (name == "vocab_size" and value == 0)
     }
 
 

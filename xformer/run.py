@@ -21,11 +21,13 @@ import errno
 import fcntl
 import hashlib
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+from pydantic import ValidationError
 
 from xformer import checkpoint as checkpoints
 from xformer import provenance
@@ -43,6 +45,7 @@ from xformer.data.files import (
     write_json,
     write_text,
 )
+from xformer.model.config import DROPOUT, ModelConfig
 from xformer.parallel.feed import Step
 from xformer.predictions import FOLDER
 from xformer.recipe import LATER, Recipe
@@ -340,7 +343,7 @@ def is_run(config: Path) -> bool:
 
 
 def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    pairs = differences(completed(old.get("identity", {})), new["identity"])
+    pairs = differences(settings_of(path, old), new["identity"])
     changed = {name: pair for name, pair in pairs.items() if name not in FREE}
     refused = {name: pair for name, pair in changed.items() if not _longer(name, *pair)}
     if refused:
@@ -353,6 +356,23 @@ def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any])
             f"run={path} is finished and kept only its weights (train.keep_state=false), so it "
             f"cannot be extended; give another run= with init={path}"
         )
+
+
+def settings_of(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """What the run in a directory was made with, as `identity_of` has it, from the content of its
+    config.json. The dropout is that of its checkpoints."""
+    identity = completed(content.get("identity", {}))
+    return {**identity, "model": {**identity["model"], **dropout_of(path)}}
+
+
+def dropout_of(path: Path) -> dict[str, Any]:
+    """The dropout settings of a run, by its checkpoints; {} if none can be read. Earlier versions
+    recorded the default in config.json where the dropout came from the checkpoint of init=."""
+    for trained in path.glob("checkpoints/step_*"):
+        with suppress(BadInput, KeyError, TypeError, ValidationError):
+            model = ModelConfig(**read_json(trained / "config.json")["model"])
+            return model.model_dump(mode="json", include=set(DROPOUT))
+    return {}
 
 
 def completed(config: dict[str, Any]) -> dict[str, Any]:

@@ -48,9 +48,8 @@ from xformer.config import (
 from xformer.data.display import UNLIMITED, columns, one_line, say
 from xformer.data.errors import BadInput
 from xformer.data.files import read_run_json, write_text
-from xformer.model.config import ModelConfig
+from xformer.model.config import DROPOUT, ModelConfig
 from xformer.monitor import SILENT, records
-from xformer.prepare import DROPOUT_SETTINGS
 from xformer.recipe import Recipe
 from xformer.rows import RowsConfig, print_rows
 from xformer.run import FREE, in_use, is_finished, read_config
@@ -238,7 +237,7 @@ def _settings(recipe: Recipe) -> dict[str, str]:
     values = flat(recipe.model_dump(mode="json", exclude={"run", "overwrite"}))
     if recipe.init is not None:
         own = ModelConfig().model_dump(mode="json")
-        shape = {f"model.{name}" for name in own if name not in DROPOUT_SETTINGS}
+        shape = {f"model.{name}" for name in own if name not in DROPOUT}
         unset = {f"model.{name}" for name in own if values[f"model.{name}"] == own[name]}
         values = {k: v for k, v in values.items() if k not in shape and k not in unset}
     return {

@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import Field
 
-from xformer import checkpoint as checkpoints
 from xformer import provenance, start, train
 from xformer.config import Settings, each, help_text, parse_overrides, validate
 from xformer.data.display import say
@@ -24,9 +23,8 @@ from xformer.data.files import read_json
 from xformer.monitor import ENDS, records
 from xformer.parallel import processes
 from xformer.parallel.processes import TORCHRUN
-from xformer.prepare import DROPOUT_SETTINGS
 from xformer.recipe import Recipe
-from xformer.run import is_run, read_config
+from xformer.run import dropout_of, is_run, read_config
 
 # fields of a log's record that the clock or the machine decides, and one that older versions wrote
 CLOCK = {"time", "seconds", "real_tokens_per_second", "memory_gib", "mfu", "padding"}
@@ -81,16 +79,15 @@ def main(arguments: list[str]) -> None:
 def _model(run: Path, config: dict[str, Any]) -> dict[str, Any]:
     """The model settings that make a run again.
 
-    A run that starts from a checkpoint has its shape from there. config.json lists a shape all the
-    same, the default one, so only the dropout is kept: that of the model which the run trained.
+    A run that starts from a checkpoint has its shape from there. Earlier versions recorded the
+    default shape and dropout all the same, so only the dropout of the trained model is kept.
     """
     if config["init"] is None:
         model: dict[str, Any] = config["model"]
         return model
-    trained = next(run.glob("checkpoints/step_*"), None)
-    if trained is None:
+    if not (dropout := dropout_of(run)):
         raise BadInput(f"{run} has no checkpoint to read its dropout from")
-    return checkpoints.load(trained).config.model_dump(mode="json", include=set(DROPOUT_SETTINGS))
+    return dropout
 
 
 def _make(config: dict[str, Any], environment: dict[str, Any], again: Path, steps: int) -> None:

@@ -11,6 +11,8 @@ from xformer.config import Settings
 # the settings of the convolutional network only, and those of every architecture
 HILBERT_CNN = ("kmer", "letters")
 COMMON = ("architecture", "vocab_size", "max_positions", "dropout", "head_dropout")
+# settings that a run with init= may change
+DROPOUT = ("dropout", "attention_dropout", "head_dropout", "dropout_form")
 # settings that files of earlier versions do not have
 NEWER = (
     *("rotary_base", "local_rotary_base", "rotary_precision", "window", "global_every"),

@@ -34,6 +34,7 @@ from xformer.model.config import ModelConfig
 from xformer.prepare import check_data, check_model
 from xformer.prepare import with_settings as with_dropout
 from xformer.recipe import Recipe
+from xformer.run import dropout_of
 from xformer.scoring import check_kind
 from xformer.study.plan import Job, Plan, content_key
 from xformer.study.spec import Deviation, Levels, ScoreTable, within
@@ -264,6 +265,7 @@ class Forecast:
                 self._check_splits(table)
         for job in self.plan.jobs.values():
             with within(self.plan.study.path), within(job.name):
+                self._check_dropout(job)
                 if not job.done:
                     self._check(job)
 
@@ -301,6 +303,19 @@ class Forecast:
                 self._check_scoring(source, _settings(settings))
             case ("-m", "xformer.analysis", _, *settings):
                 self._check_analysis(settings)
+
+    def _check_dropout(self, job: Job) -> None:
+        """Raise BadInput if a run is there, and has another dropout than the study asks for. A key
+        does not tell the default from a dropout that comes from the checkpoint of init=."""
+        if job.recipe is None or not self.recipe(job).init or not (wanted := self.start(job)):
+            return
+        had = dropout_of(job.path)
+        for name, value in wanted.model_dump(mode="json", include=set(had)).items():
+            if value != had[name]:
+                raise BadInput(
+                    f"{job.path} was made with model.{name}={had[name]}, the study asks for "
+                    f"{value}; delete that directory to run it again, or give another output="
+                )
 
     def _check_inputs(self, job: Job, recipe: Recipe) -> None:
         """Raise BadInput if a run reads a store or a checkpoint that is not there, and that is

@@ -30,6 +30,7 @@ from typing import Any
 from xformer.config import each_text, find_recipe, flat, merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, installed, read_json, write_json
+from xformer.model.config import DROPOUT
 from xformer.parallel.precision import fast_here
 from xformer.parallel.processes import TORCHRUN
 from xformer.recipe import LATER, Recipe
@@ -416,6 +417,11 @@ class Plan:
         if stage:
             job = replace(job, stage=stage, levels=inputs.levels)
         known = self.jobs.setdefault(job.key, job)
+        if _dropout(known) != _dropout(job):
+            raise BadInput(
+                f"{known.name} would be the same run, because a key does not tell a dropout that "
+                "is typed from one that comes from the checkpoint; type model.dropout in both"
+            )
         if stage:
             own = replace(known, name=job.name, stage=stage, levels=job.levels)
             self._staged.setdefault(stage, {})[job.name] = own
@@ -473,6 +479,13 @@ class Plan:
         if path not in self._read_of:
             self._read_of[path] = self.digests.of(path)
         return inputs.reads.setdefault(path, self._read_of[path])
+
+
+def _dropout(job: Job) -> dict[str, Any]:
+    """The dropout that a run types instead of taking it from its initial checkpoint."""
+    recipe = job.recipe or {}
+    model = recipe.get("model", {}) if recipe.get("init") else {}
+    return {name: model[name] for name in DROPOUT if name in model}
 
 
 def _scores(job: Job) -> Collection[str]:
