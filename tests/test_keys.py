@@ -264,15 +264,43 @@ def test_dropout_from_a_checkpoint_is_not_taken_for_the_default(
         assert "is finished" in good(forks.run(*job.command)).err
         assert "is finished" in good(forks.run(*job.command, "model.dropout=0")).err
         refused(forks.run(*job.command, "model.dropout=0.1"), "model.dropout=0.0 is now 0.1")
-        with pytest.raises(BadInput, match=r"with model.dropout=0.0, the study asks for 0.1; del"):
+        with pytest.raises(
+            BadInput, match=r"made with model.dropout=0.0, the study asks for 0.1; giv"
+        ):
             plan("settings.model.dropout = 0.1")
     assert plan("settings.model.dropout = 0.0").jobs.keys().isdisjoint({job.key})
     assert plan("settings.model.attention_dropout = 0.2").jobs.keys().isdisjoint({job.key})
-    with pytest.raises(
-        BadInput, match=r"share=typed seed=0 would be the same run.*type model.dropout in"
-    ):
+    twins = (
+        r"share=typed seed=0 and train share=all seed=0 would be one run, with model.dropout=0.1 "
+        r"and 0.0.*; type model.dropout=0.0 for train share=all"
+    )
+    with pytest.raises(BadInput, match=twins):
         plan("vary.share.typed = { model = { dropout = 0.1 } }")
+    same = plan('vary.share.typed = { model = { dropout_form = "bert" } }')  # as it is anyway
+    assert same.jobs.keys() == {job.key}
     assert len(plan("vary.share.typed = { model = { dropout = 0.2 } }").jobs) == 2
+
+    # without a checkpoint only a recorded dropout that is not the default is certain
+    (job.path / "result.json").unlink()
+    shutil.rmtree(job.path / "checkpoints")
+    with pytest.raises(BadInput, match=r"made with model.dropout=0.0, the study"):
+        plan("settings.model.dropout = 0.1")
+    write_json(job.path / "config.json", as_recorded[0])
+    assert plan("settings.model.dropout = 0.1").jobs.keys() == {job.key}
+    good(forks.run(*job.command))  # it starts from the beginning, as nothing was trained
+    assert read_json(job.path / "config.json")["config"]["model"]["dropout"] == 0
+
+
+def test_a_forecast_knows_the_checkpoints_of_the_package(data: Toys, tmp_path: Path) -> None:
+    """A study may type init=micro/english, which is no path here."""
+    file = tmp_path / "one.toml"
+    study = STUDY.format(recipe=ROOT / CLASSIFY, data=data.classes, precision="fp32")
+    shape = "settings.model = { layers = 1, hidden = 16, heads = 2, intermediate = 16 }"
+    file.write_text(study.replace(shape, 'settings.init = "micro/english"'))
+    plan = Plan(read_study(file, "mini"), tmp_path / "studies", {})
+    start = Forecast(plan).start(next(iter(plan.jobs.values())))
+    assert start is not None
+    assert (start.hidden, start.dropout) == (256, 0)
 
 
 def test_a_study_takes_a_list_of_stores(data: Toys, tmp_path: Path) -> None:

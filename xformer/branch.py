@@ -17,7 +17,7 @@ from xformer.data.files import near
 from xformer.monitor import Monitor
 from xformer.prepare import Setup, identity_of, stable_phase
 from xformer.recipe import Recipe
-from xformer.run import FREE, State, changes, differences, is_run, read_config, settings_of
+from xformer.run import FREE, State, changes, completed, differences, is_run, read_config
 
 # A branch may differ from the other run in these settings and in FREE, because they do not change a
 # step before the decay.
@@ -49,7 +49,7 @@ def check_branch(setup: Setup) -> None:
         raise BadInput(f"overwrite=true would delete {given}: give another run=")
     checkpoints.verify(path)
     old = read_config(run / "config.json")
-    pairs = differences(settings_of(run, old), identity_of(setup))
+    pairs = differences(completed(old["identity"]), identity_of(setup))
     if others := {name: pair for name, pair in pairs.items() if name not in FREE | LATE}:
         what = changes(others, old, {"config": recipe.model_dump(mode="json")})
         raise BadInput(f"{given} was made with other settings: {what}")

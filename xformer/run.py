@@ -64,6 +64,7 @@ FREE = {
     "train.spike",
 }
 
+INHERITED = {f"model.{name}" for name in DROPOUT}
 HASHED = ("data", "init", "surgery")  # settings whose content, not their path, is compared
 # the number of samples in a run, with the setting that makes it decide
 SAMPLES = {"mixture.samples": "mixture.final", "masking.samples": "masking.final"}
@@ -291,21 +292,46 @@ def read_config(path: Path) -> Any:
     """The content of a run's config.json, with the keys of older versions renamed.
 
     In older runs `data.store` becomes `data`, and `data.fraction` becomes `fraction`.
-    `system.shard` is removed, because it never changed a result. Raises BadInput as `read_run_json`
-    does.
+    `system.shard` is removed, because it never changed a result. If the dropout came from the
+    checkpoint of `init`, earlier versions recorded the default; the run's own checkpoints have the
+    right one. Raises BadInput as `read_run_json` does.
     """
     content = read_run_json(path)
     if isinstance(content, dict):
         starts = content.get("starts")
         starts = [s for s in starts if isinstance(s, dict)] if isinstance(starts, list) else []
         parts = [content.get("identity"), *(part.get("config") for part in (content, *starts))]
+        dropout = _trained_dropout(path.parent)
         for part in parts:
+            if isinstance(part, dict) and isinstance(part.get("model"), dict) and part.get("init"):
+                part["model"] |= dropout
             if isinstance(part, dict) and isinstance(part.get("data"), dict):
                 old = part["data"]
                 part["data"], part["fraction"] = old.get("store"), old.get("fraction", 1.0)
             if isinstance(part, dict) and isinstance(part.get("system"), dict):
                 part["system"].pop("shard", None)
     return content
+
+
+def _trained_dropout(run: Path) -> dict[str, Any]:
+    """The dropout settings of a run's first checkpoint; {} if no checkpoint can be read."""
+    for trained in sorted(run.glob("checkpoints/step_*"), key=lambda p: (len(p.name), p.name)):
+        with suppress(BadInput, KeyError, TypeError, ValidationError):
+            model = ModelConfig(**read_json(trained / "config.json")["model"])
+            return model.model_dump(mode="json", include=set(DROPOUT))
+    return {}
+
+
+def known_dropout(run: Path) -> dict[str, Any]:
+    """The dropout settings with which a run was certainly made; {} if there is no run. Without a
+    checkpoint these are the recorded ones that are not the default (see `read_config`)."""
+    if trained := _trained_dropout(run):
+        return trained
+    defaults = ModelConfig().model_dump(mode="json", include=set(DROPOUT))
+    with suppress(BadInput, KeyError, TypeError, AttributeError):
+        recorded = read_config(run / "config.json")["identity"]["model"]
+        return {k: recorded[k] for k in defaults if recorded.get(k, defaults[k]) != defaults[k]}
+    return {}
 
 
 def is_finished(path: Path) -> bool:
@@ -343,7 +369,10 @@ def is_run(config: Path) -> bool:
 
 
 def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    pairs = differences(settings_of(path, old), new["identity"])
+    pairs = differences(completed(old.get("identity", {})), new["identity"])
+    if new["identity"].get("init") and not _trained_dropout(path):
+        # without a checkpoint nothing is continued, and an early version recorded the default
+        pairs = {name: pair for name, pair in pairs.items() if name not in INHERITED}
     changed = {name: pair for name, pair in pairs.items() if name not in FREE}
     refused = {name: pair for name, pair in changed.items() if not _longer(name, *pair)}
     if refused:
@@ -356,23 +385,6 @@ def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any])
             f"run={path} is finished and kept only its weights (train.keep_state=false), so it "
             f"cannot be extended; give another run= with init={path}"
         )
-
-
-def settings_of(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """What the run in a directory was made with, as `identity_of` has it, from the content of its
-    config.json. The dropout is that of its checkpoints."""
-    identity = completed(content.get("identity", {}))
-    return {**identity, "model": {**identity["model"], **dropout_of(path)}}
-
-
-def dropout_of(path: Path) -> dict[str, Any]:
-    """The dropout settings of a run, by its checkpoints; {} if none can be read. Earlier versions
-    recorded the default in config.json where the dropout came from the checkpoint of init=."""
-    for trained in path.glob("checkpoints/step_*"):
-        with suppress(BadInput, KeyError, TypeError, ValidationError):
-            model = ModelConfig(**read_json(trained / "config.json")["model"])
-            return model.model_dump(mode="json", include=set(DROPOUT))
-    return {}
 
 
 def completed(config: dict[str, Any]) -> dict[str, Any]:

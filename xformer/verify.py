@@ -15,16 +15,18 @@ from typing import Any
 
 from pydantic import Field
 
+from xformer import checkpoint as checkpoints
 from xformer import provenance, start, train
 from xformer.config import Settings, each, help_text, parse_overrides, validate
 from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
+from xformer.model.config import DROPOUT
 from xformer.monitor import ENDS, records
 from xformer.parallel import processes
 from xformer.parallel.processes import TORCHRUN
 from xformer.recipe import Recipe
-from xformer.run import dropout_of, is_run, read_config
+from xformer.run import is_run, read_config
 
 # fields of a log's record that the clock or the machine decides, and one that older versions wrote
 CLOCK = {"time", "seconds", "real_tokens_per_second", "memory_gib", "mfu", "padding"}
@@ -85,9 +87,10 @@ def _model(run: Path, config: dict[str, Any]) -> dict[str, Any]:
     if config["init"] is None:
         model: dict[str, Any] = config["model"]
         return model
-    if not (dropout := dropout_of(run)):
+    trained = next(run.glob("checkpoints/step_*"), None)
+    if trained is None:
         raise BadInput(f"{run} has no checkpoint to read its dropout from")
-    return dropout
+    return checkpoints.load(trained).config.model_dump(mode="json", include=set(DROPOUT))
 
 
 def _make(config: dict[str, Any], environment: dict[str, Any], again: Path, steps: int) -> None:

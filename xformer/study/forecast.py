@@ -30,11 +30,11 @@ from xformer.data.joined import open_stores
 from xformer.data.store import ORDER, no_store
 from xformer.data.tokenizers import META
 from xformer.evaluate import EvaluateConfig
-from xformer.model.config import ModelConfig
+from xformer.model.config import DROPOUT, ModelConfig
 from xformer.prepare import check_data, check_model
 from xformer.prepare import with_settings as with_dropout
 from xformer.recipe import Recipe
-from xformer.run import dropout_of
+from xformer.run import known_dropout
 from xformer.scoring import check_kind
 from xformer.study.plan import Job, Plan, content_key
 from xformer.study.spec import Deviation, Levels, ScoreTable, within
@@ -133,7 +133,7 @@ class Forecast:
         if path not in self._there:
             job = self._maker(path)
             facts = Facts(path, TokenizerFacts(path)) if job is None else self.made(job)
-            self._there[path] = _read(Path(path), facts)
+            self._there[path] = _read(installed(path), facts)
         return self._there[path]
 
     def _maker(self, path: str) -> Job | None:
@@ -151,7 +151,9 @@ class Forecast:
 
     def start(self, job: Job) -> ModelConfig | None:
         """The shape that a run starts from, with its own dropout; None if it is not known."""
-        recipe = self.recipe(job)
+        return self._start(self.recipe(job))
+
+    def _start(self, recipe: Recipe) -> ModelConfig | None:
         if recipe.init is None:
             return recipe.model
         shape = self.at(recipe.init).shape
@@ -263,6 +265,9 @@ class Forecast:
         for table in self.plan.study.tables:
             with within(self.plan.study.path), within(f"table {table.name}"):
                 self._check_splits(table)
+        for jobs in self.plan.twins:
+            with within(self.plan.study.path):
+                self._check_twins(jobs)
         for job in self.plan.jobs.values():
             with within(self.plan.study.path), within(job.name):
                 self._check_dropout(job)
@@ -305,16 +310,32 @@ class Forecast:
                 self._check_analysis(settings)
 
     def _check_dropout(self, job: Job) -> None:
-        """Raise BadInput if a run is there, and has another dropout than the study asks for. A key
-        does not tell the default from a dropout that comes from the checkpoint of init=."""
+        """Raise BadInput if a run is there, and has another dropout than the study asks for. Runs
+        that start from it have the same keys as before, so they are not to be used either."""
         if job.recipe is None or not self.recipe(job).init or not (wanted := self.start(job)):
             return
-        had = dropout_of(job.path)
+        had = known_dropout(job.path)
         for name, value in wanted.model_dump(mode="json", include=set(had)).items():
             if value != had[name]:
                 raise BadInput(
                     f"{job.path} was made with model.{name}={had[name]}, the study asks for "
-                    f"{value}; delete that directory to run it again, or give another output="
+                    f"{value}; give another output=, and no kept="
+                )
+
+    def _check_twins(self, jobs: tuple[Job, Job]) -> None:
+        """Raise BadInput if two runs that have one key have different dropout."""
+        starts = [self._start(validate(Recipe, job.recipe or {})) for job in jobs]
+        for name in DROPOUT:
+            values = [getattr(start, name, None) for start in starts]
+            if values[0] != values[1]:
+                default = ModelConfig.model_fields[name].default
+                other, by = next(
+                    (v, job.name) for v, job in zip(values, jobs, strict=True) if v != default
+                )
+                raise BadInput(
+                    f"{jobs[0].name} and {jobs[1].name} would be one run, with model.{name}="
+                    f"{values[0]} and {values[1]}: a key does not tell the default from a dropout "
+                    f"that comes from the checkpoint; type model.{name}={other} for {by}"
                 )
 
     def _check_inputs(self, job: Job, recipe: Recipe) -> None:

@@ -132,6 +132,8 @@ class Plan:
         self.paths = {name: paths.get(name, need.path) for name, need in study.needs.items()}
         self.jobs: dict[str, Job] = {}
         self.wanted: set[str] = set()
+        # runs that have one key, although only one of them types a dropout that is the default
+        self.twins: list[tuple[Job, Job]] = []
         self.absent: dict[str, Path] = {}  # the first path that is missing below a need
         self.digests = Digests(root / "digests.json")
         self._read_of: dict[Path, str] = {}  # digests of what was read, each taken once
@@ -418,10 +420,7 @@ class Plan:
             job = replace(job, stage=stage, levels=inputs.levels)
         known = self.jobs.setdefault(job.key, job)
         if _dropout(known) != _dropout(job):
-            raise BadInput(
-                f"{known.name} would be the same run, because a key does not tell a dropout that "
-                "is typed from one that comes from the checkpoint; type model.dropout in both"
-            )
+            self.twins.append((known, job))
         if stage:
             own = replace(known, name=job.name, stage=stage, levels=job.levels)
             self._staged.setdefault(stage, {})[job.name] = own
