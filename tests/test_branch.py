@@ -19,7 +19,7 @@ from xformer.rows import batches_of
 from xformer.run import SINCE_LOG, State
 
 WSD = ["optim.schedule=wsd", "train.select=last", "train.log_every=1", "train.validate_every=50"]
-LONG = [*WSD, "optim.warmup=3", "train.keep_every=4", "train.checkpoint_every=4"]
+LONG = [*WSD, "optim.warmup=3", "train.keep_every=4"]
 SHORT = [*LONG, "train.steps=12", "optim.decay=4"]
 
 
@@ -162,6 +162,7 @@ def test_what_is_no_branch_is_refused(
         forks.run(*training(SMOKE, data.text, run, *no_decay)), "optim.schedule=wsd is now linear"
     )
     asks("optim.warmup=2", "optim.warmup=3.0 is now 2.0")
+    asks("optim.decay=1.5", "optim.decay=1.5: a share of the run is below 1, and a number of steps")
     decayed = "lies in or after the decay of"
     asks("train.steps=11", f"{decayed} {run}: branch from an earlier step")
     asks("train.steps=30", f"{decayed} {runs['long']} when it had train.steps=20", step=20)

@@ -167,6 +167,30 @@ def test_a_table_by_phenomenon_and_paradigm() -> None:
     assert scores.by("paradigm")["a"] == {"pairs": 4, "accuracy": 0.75}
 
 
+CUT_OFF = """
+from xformer import evaluate
+plain = evaluate.say
+def say(*lines, error=False):
+    if not error: raise BrokenPipeError  # as if the output went to a `head` that has ended
+    plain(*lines, error=error)
+evaluate.say = say
+"""
+
+
+def test_files_do_not_depend_on_who_reads_the_output(
+    forks: Forks, archive: Path, data: Toys, learned: dict[str, Path], tmp_path: Path
+) -> None:
+    run = learned["classes"]
+    for given in ([Path("micro/english"), f"blimp={archive}"], [run, f"data={data.classes}"]):
+        out, table = tmp_path / "scores.json", tmp_path / "rows.tsv"
+        files = [f"out={out}", f"predictions={table}"]
+        forks.run("evaluate.py", *given, "system.precision=fp32", *files, before=CUT_OFF)
+        assert read_json(out)["precision"] == "fp32"
+        assert table.read_text()
+        out.unlink()
+        table.unlink()
+
+
 def test_the_command(forks: Forks, archive: Path, tmp_path: Path) -> None:
     out, table, each = (tmp_path / name for name in ("a.json", "a.csv", "pairs.tsv"))
     line = [f"blimp={archive}", "system.precision=fp32", "pairs=3", f"predictions={each}"]

@@ -349,8 +349,6 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     _say_truncated(checkpoint, assembler, longest_remedy(task.head, letters))
     if note := task.note(assembler.split):
         say(note, error=True)
-    for metric, value in scores.metrics.items():
-        say(f"{config.split} {metric} {value:.4f}")
     if config.out:
         result = {
             "checkpoint": name,
@@ -366,6 +364,8 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     elif config.predictions:
         lines = task.lines(scores.outputs, assembler.split, config.threshold)
         write_text(Path(config.predictions), lines)
+    for metric, value in scores.metrics.items():  # after the files: the output may be cut off
+        say(f"{config.split} {metric} {value:.4f}")
     if task.meaning:  # last, as the precision
         say(task.meaning, error=True)
 
@@ -378,12 +378,6 @@ def _score_pairs(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     if ranks.rank != 0:
         return
     table = scores.table()
-    for phenomenon, paradigm, count, accuracy in table:
-        say(f"{f'  {paradigm}' if paradigm else phenomenon:<56}{count:>7,}  {accuracy:.4f}")
-    ties = f", of which {scores.ties:,} are ties and count as wrong" if scores.ties else ""
-    say(
-        f"blimp accuracy {scores.accuracy:.4f} ({len(pairs):,} pair{'s' * (len(pairs) != 1)}{ties})"
-    )
     if config.out and config.out.lower().endswith(".csv"):
         rows = [("phenomenon", "paradigm", "pairs", "accuracy"), *table]
         text = StringIO()
@@ -400,6 +394,12 @@ def _score_pairs(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
         write_text(Path(config.out), json.dumps(result | scores.summary(), indent=1) + "\n")
     if config.predictions:
         write_text(Path(config.predictions), as_table(scores.columns()))
+    for phenomenon, paradigm, count, accuracy in table:
+        say(f"{f'  {paradigm}' if paradigm else phenomenon:<56}{count:>7,}  {accuracy:.4f}")
+    ties = f", of which {scores.ties:,} are ties and count as wrong" if scores.ties else ""
+    say(
+        f"blimp accuracy {scores.accuracy:.4f} ({len(pairs):,} pair{'s' * (len(pairs) != 1)}{ties})"
+    )
 
 
 def _wants_arrays(config: EvaluateConfig) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -70,6 +70,16 @@ class OptimConfig(Settings):
     """Length of the warm-up in steps, or, below 1, as a share of the run."""
     clip: float = Field(1.0, ge=0)
     """Gradient clipping: the maximum norm of the whole gradient. 0 turns it off."""
+
+    @field_validator("decay", "warmup")
+    @classmethod
+    def _counts_steps(cls, value: float, info: ValidationInfo) -> float:
+        if value > 1 and value != int(value):
+            raise ValueError(
+                f"optim.{info.field_name}={value:g}: a share of the run is below 1, and a number "
+                "of steps is whole"
+            )
+        return value
 
     def notes(self) -> list[str]:
         """Lines to print at the start of training: the optimizer, its rate and its weight decay."""

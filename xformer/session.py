@@ -143,7 +143,7 @@ class Session:
         return Due(
             log=falls_on(settings.log_every) or self.done,
             validation=(validation or self.done) and "valid" in setup.store.splits,
-            checkpoint=falls_on(settings.checkpoint_every),
+            checkpoint=falls_on(settings.checkpoint_every) or falls_on(settings.keep_every),
             stop=self.stop_flag.read(state.step, told),
         )
 
