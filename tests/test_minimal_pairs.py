@@ -180,8 +180,11 @@ evaluate.say = say
 def test_files_do_not_depend_on_who_reads_the_output(
     forks: Forks, archive: Path, data: Toys, learned: dict[str, Path], tmp_path: Path
 ) -> None:
-    run = learned["classes"]
-    for given in ([Path("micro/english"), f"blimp={archive}"], [run, f"data={data.classes}"]):
+    cases: list[list[str | Path]] = [
+        ["micro/english", f"blimp={archive}"],
+        [learned["classes"], f"data={data.classes}"],
+    ]
+    for given in cases:
         out, table = tmp_path / "scores.json", tmp_path / "rows.tsv"
         files = [f"out={out}", f"predictions={table}"]
         forks.run("evaluate.py", *given, "system.precision=fp32", *files, before=CUT_OFF)
