@@ -292,7 +292,7 @@ def test_dropout_from_a_checkpoint_is_not_taken_for_the_default(
 
 
 def test_a_forecast_knows_the_checkpoints_of_the_package(data: Toys, tmp_path: Path) -> None:
-    """A study may type init=micro/english, which is no path here."""
+    """init=micro/english names a checkpoint of the package, not a path."""
     file = tmp_path / "one.toml"
     study = STUDY.format(recipe=ROOT / CLASSIFY, data=data.classes, precision="fp32")
     shape = "settings.model = { layers = 1, hidden = 16, heads = 2, intermediate = 16 }"

@@ -234,7 +234,7 @@ class TrainConfig(Settings):
     keep_last: int = Field(2, ge=1)
     """How many of the newest checkpoints to keep, besides the best."""
     keep_every: int = Field(0, ge=0)
-    """Also write and keep a checkpoint at each multiple of this step; 0: at none."""
+    """Steps between checkpoints that are written and never pruned; 0 writes none of these."""
     keep_at: str | tuple[int | str, ...] = ()
     """When to keep a copy of the weights in RUN/trajectory. "log": at step 0, at powers of two,
     then at every twentieth of the run. "log:500": at step 0, at powers of two, then every 500

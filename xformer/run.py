@@ -323,8 +323,9 @@ def _trained_dropout(run: Path) -> dict[str, Any]:
 
 
 def known_dropout(run: Path) -> dict[str, Any]:
-    """The dropout settings with which a run was certainly made; {} if there is no run. Without a
-    checkpoint these are the recorded ones that are not the default (see `read_config`)."""
+    """The dropout settings that a run is known to have used; {} if there is no run. They are those
+    of its first checkpoint. Without a checkpoint, a recorded default may be wrong (`read_config`
+    says why), so only the other recorded values count."""
     if trained := _trained_dropout(run):
         return trained
     defaults = ModelConfig().model_dump(mode="json", include=set(DROPOUT))
