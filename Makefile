@@ -1,7 +1,8 @@
 # make demo            pre-train, fine-tune and report on text that comes with Python: 5 minutes on 2 cores
 # make reproduce       train a small model, compare its loss curves with the expected ones: a minute
-# make test            run the suite: 10 to 20 minutes on 2 cores
-# make test-slow       build the wheel and use it outside the checkout; run the notebooks: about 10 minutes
+# make test            run the quick part of the suite: 10 minutes on 2 cores
+# make test-slow       run the rest: whole studies, compiled training, CUDA without a GPU: 10 minutes
+# make test-install    build the wheel and use it outside the checkout; run the notebooks: about 10 minutes
 # make check           check lint, format and types
 # make format          fix lint and format
 # make faults          kill processes, fill disks, damage files, lose ranks: about an hour on 2 cores
@@ -16,7 +17,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo reproduce test test-slow faults check format bench data-given docs gpu gpu-pack clean
+.PHONY: help demo reproduce test test-slow test-install faults check format bench data-given docs gpu gpu-pack clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -38,12 +39,17 @@ reproduce: .venv/ready
 	rm -rf runs/reproduce
 	$(BIN)/python -m xformer.study reproduce
 
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+
 test: .venv/ready
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+	$(PYTEST)
 
 test-slow: .venv/ready
+	$(PYTEST) -m slow
+
+test-install: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,notebooks]'
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m install
 
 faults: .venv/ready
 	PYTHONPATH=tests $(BIN)/python -m faults --output docs/reliability.md

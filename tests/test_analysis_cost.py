@@ -21,6 +21,7 @@ def derived(base: Path, path: Path, *operations: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_counts_speed_and_origin(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     base = looking.checkpoint(tmp_path / "base")
     fewer = derived(base, tmp_path / "fewer", "clean(seed=3)", "keep_layers(first=1)")

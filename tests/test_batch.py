@@ -107,6 +107,7 @@ def test_an_image_depends_on_its_own_position_alone(data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize(("n", "epochs"), [(2, 500), (3, 500), (8, 3000), (20, 800)])
+@pytest.mark.slow
 def test_every_order_is_as_likely(n: int, epochs: int) -> None:
     # over many epochs, every row comes to every position, and every pair of rows to every two
     orders, _ = Samples(n, seed=1).at(np.arange(n * epochs))
@@ -229,6 +230,7 @@ def test_steps_are_full_and_cover_every_sample_once(
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 5_000, 300_000])
+@pytest.mark.slow
 def test_a_stream_looks_no_further_than_it_must(tokens: int) -> None:
     asked: list[int] = []
 

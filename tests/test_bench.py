@@ -29,6 +29,7 @@ from xformer.data.store import open_store
 from xformer.ops.padding import padded_count
 from xformer.parallel.feed import to_device
 
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 transformers = pytest.importorskip("transformers")
 

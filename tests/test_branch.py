@@ -58,6 +58,7 @@ def losses(run: Path) -> dict[int, float]:
     return {e["step"]: e["loss"] for e in log(run) if e["event"] == "train"}
 
 
+@pytest.mark.slow
 def test_stable_phases_are_equal(runs: dict[str, Path]) -> None:
     long, short = losses(runs["long"]), losses(runs["short"])
     assert [long[step] for step in range(1, 10)] == [short[step] for step in range(1, 10)]
@@ -74,6 +75,7 @@ def branching(runs: dict[str, Path], step: int = 8) -> str:
 
 
 @pytest.mark.parametrize("step", [4, 8])
+@pytest.mark.slow
 def test_a_branch_equals_the_run_that_decayed_there(
     forks: Forks, data: Toys, runs: dict[str, Path], tmp_path: Path, step: int
 ) -> None:
@@ -104,6 +106,7 @@ def test_a_branch_equals_the_run_that_decayed_there(
         assert rows[0] == rows[1]
 
 
+@pytest.mark.slow
 def test_a_branch_without_checkpoints_verifies_its_source_again(
     forks: Forks, data: Toys, runs: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -137,6 +140,7 @@ def damage(*files: Path) -> None:
         file.write_bytes(changed)
 
 
+@pytest.mark.slow
 def test_two_ranks_branch_too(
     forks: Forks, data: Toys, runs: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -145,6 +149,7 @@ def test_two_ranks_branch_too(
     assert min(losses(tmp_path / "run")) == 9
 
 
+@pytest.mark.slow
 def test_what_is_no_branch_is_refused(
     forks: Forks, data: Toys, runs: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -191,6 +196,7 @@ def test_what_is_no_branch_is_refused(
 
 
 @pytest.mark.parametrize("counts", ["steps", "epochs"])
+@pytest.mark.slow
 def test_steps_of_a_decay_before_a_run_was_made_longer_are_no_branch(
     forks: Forks, data: Toys, tmp_path: Path, counts: str
 ) -> None:
@@ -219,6 +225,7 @@ def test_steps_of_a_decay_before_a_run_was_made_longer_are_no_branch(
     assert content(run)["step_16"] == content(straight)["step_16"]
 
 
+@pytest.mark.slow
 def test_a_branch_has_the_precision_of_the_other_run(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:

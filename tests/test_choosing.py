@@ -244,6 +244,7 @@ def job(*more: str) -> Head:
     return head
 
 
+@pytest.mark.slow
 def test_the_settings_reach_the_head(data, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     given = [f"data={data.classes}", f"run={tmp_path / 'run'}", "batch.max_tokens=16"]
     store = open_store(data.classes)
@@ -285,6 +286,7 @@ def batch_on_host() -> Batch[np.ndarray]:
 # ------------------------------------------------------------------ examples of several rows
 
 
+@pytest.mark.slow
 def test_analyses_look_at_each_ending(
     forks: Forks, chosen: Path, choices: Path, tmp_path: Path
 ) -> None:

@@ -218,6 +218,7 @@ def test_works_need_no_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert line_of(convert) == (sys.executable, "-m", "xformer.convert", "inspect", "x")
 
 
+@pytest.mark.slow
 def test_modules_are_commands(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """`python -m xformer.train` and `python -m xformer.evaluate` do what the two scripts do."""
     runs = [tmp_path / "door", tmp_path / "module"]

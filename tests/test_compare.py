@@ -26,6 +26,7 @@ def copied(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_checkout_equals_itself_and_is_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

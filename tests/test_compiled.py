@@ -264,6 +264,7 @@ def test_a_rank_that_never_has_rows_has_a_capacity() -> None:
     ("name", "what"),
     [*((name, what) for name in TASKS for what in ("none", "layers")), ("mlm", "whole")],
 )
+@pytest.mark.slow
 def test_filler_and_compiling_change_no_task(
     name: str, what: str, traced: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +298,7 @@ def test_filler_and_compiling_change_no_task(
         ({**MODERNBERT, "layers": 7}, 5),
     ],
 )
+@pytest.mark.slow
 def test_families_compile_without_breaks(
     changes: dict[str, Any], programs: int, traced: list[int]
 ) -> None:
@@ -314,6 +316,7 @@ def test_families_compile_without_breaks(
     assert len(traced) == programs
 
 
+@pytest.mark.slow
 def test_a_thousand_mixed_batches_compile_nothing_more(traced: list[int]) -> None:
     """With dropout, whose seed changes in every step."""
     task = TASKS["classify"]
@@ -352,6 +355,7 @@ def test_dropout_differs_from_step_to_step(traced: list[int]) -> None:
         assert model(to_device(batch, CPU)).total != model(to_device(batch, CPU)).total
 
 
+@pytest.mark.slow
 def test_inductor_compiles_two_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for name, changes in (("mlm", {"layers": 1}), ("classify", {"layers": 1, "norm": "pre"})):
@@ -439,6 +443,7 @@ def test_a_compiler_is_for_long_runs_with_one_shape(
     assert decided(CLASSIFY, data.classes, "batch.tokens=4096", "batch.max_tokens=16") == "graphs"
 
 
+@pytest.mark.slow
 def test_a_compiled_run_gives_the_same_model(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """On one rank and on two, with accumulated gradients, scored at the end."""
     runs = {
@@ -480,6 +485,7 @@ def test_a_setting_that_does_not_fit_is_one_line(forks: Forks, data: Toys, tmp_p
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this PyTorch has a CUDA device")
+@pytest.mark.slow
 def test_every_step_compiles_for_cuda_without_breaks(tmp_path: Path) -> None:
     """The whole loss as one program, with the attention kernels of CUDA in it."""
     process = fake_cuda.start("fake_device.compiled_steps", tmp_path)

@@ -42,6 +42,7 @@ def imported(forks: Forks, directory: Path, kind: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("name", ["Bert", "Roberta", "Albert", "DistilBert", "XLMRoberta"])
+@pytest.mark.slow
 def test_an_imported_model_goes_on_at_the_first_attempt(
     forks: Forks, tmp_path: Path, name: str
 ) -> None:

@@ -862,6 +862,7 @@ def test_real_weights_give_the_hidden_states_of_transformers(
 # ------------------------------------------------------------------- halved, and installed
 
 
+@pytest.mark.slow
 def test_halve_copies_with_16_bits(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -607,6 +607,7 @@ def test_java_like_soup():
     check()
 
 
+@pytest.mark.slow
 def test_java_on_real_source(shared):
     files = sorted((shared / "java").rglob("*.java"))
     assert len(files) == 264

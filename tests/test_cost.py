@@ -169,6 +169,7 @@ def test_network_and_utilisation_by_hand() -> None:
     assert cost.utilisation(4e12, 2.0, 1e12, 4) == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_the_tables_of_scaling_are_the_programs(root: Path) -> None:
     """docs/scaling.md holds what benchmarks/scaling.py prints, and what it must add up to."""
     done = subprocess.run(

@@ -49,6 +49,7 @@ def lines(module: str, library: Path) -> list[tuple[str, Any]]:
 
 
 @no_device
+@pytest.mark.slow
 def test_a_step_does_not_wait_for_the_device(library: Path) -> None:
     """In every case but those that are wrong on purpose, and show that the check can fail."""
     waits = dict(lines("benchmarks.steps", library))
@@ -67,6 +68,7 @@ def test_a_step_does_not_wait_for_the_device(library: Path) -> None:
 
 
 @no_device
+@pytest.mark.slow
 def test_scoring_waits_once_a_split(library: Path) -> None:
     """Its batches are made while the one before is computed. Prediction shares the code."""
     seen = dict(lines("fake_device.splits", library))
@@ -89,6 +91,7 @@ def test_scoring_waits_once_a_split(library: Path) -> None:
 
 
 @no_device
+@pytest.mark.slow
 def test_eight_ranks_take_steps(library: Path) -> None:
     """No rank waits for its device, and all exchange the same, whether they have rows or not."""
     seen: dict[str, list[Any]] = {}
@@ -115,6 +118,7 @@ def test_eight_ranks_take_steps(library: Path) -> None:
 
 
 @no_device
+@pytest.mark.slow
 def test_a_step_launches_few_kernels(library: Path) -> None:
     """Without torch.compile, which fuses many of them."""
     with fake_cuda.start("benchmarks.launches", library) as process:
@@ -125,6 +129,7 @@ def test_a_step_launches_few_kernels(library: Path) -> None:
     assert int(cells[2]) <= 120
 
 
+@pytest.mark.slow
 def test_the_first_hour_survives_a_part_that_fails(tmp_path: Path) -> None:
     arguments = ["--rehearse", "--only", "waits", "ranks", "--fail", "ranks"]
     ended = command("-m", "benchmarks.first_hour", *arguments, "--output", tmp_path)
@@ -137,6 +142,7 @@ def test_the_first_hour_survives_a_part_that_fails(tmp_path: Path) -> None:
     assert "| ranks | **failed** | AssertionError: this part was told to fail |" in lines
 
 
+@pytest.mark.slow
 def test_the_first_hour_measures_beside_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way to compile has its row."""
     pytest.importorskip("transformers")
@@ -150,6 +156,7 @@ def test_the_first_hour_measures_beside_transformers(monkeypatch: pytest.MonkeyP
     assert theirs.note.startswith("ours is ")
 
 
+@pytest.mark.slow
 def test_the_first_hour_finds_wrong_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler whose results are off by half."""
 
@@ -193,6 +200,7 @@ os.kill(os.getpid(), signal.SIGKILL)"""
     ]
 
 
+@pytest.mark.slow
 def test_the_first_hour_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that is cut off keeps its rows, and a part that comes too late is not started."""
     code = """import json, time

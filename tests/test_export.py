@@ -171,6 +171,7 @@ PRECISIONS: dict[str, tuple[str, Callable[[str, torch.Tensor], torch.Tensor]]] =
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.slow
 def test_a_round_trip_keeps_every_precision(name: str, precision: str, tmp_path: Path) -> None:
     common, change = PRECISIONS[precision]
     tiny(f"{name}ForSequenceClassification", tmp_path)

@@ -224,6 +224,7 @@ def test_the_loss_in_training_is_that_of_scoring() -> None:
     ("shape", "kind", "outputs"),
     [*((shape, "mlm", 0) for shape in SHAPES), ("post", "classify", 4), ("post", "span", 2)],
 )
+@pytest.mark.slow
 def test_a_step_is_one_graph_for_torch_compile(shape: str, kind: str, outputs: int) -> None:
     """There is no graph break, and loss and gradients are the same under the same masks."""
     torch._dynamo.reset()  # it counts how often a line was recompiled

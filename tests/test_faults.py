@@ -34,6 +34,7 @@ def good(*rows: Row) -> None:
         ("training", KILL, 4),
     ],
 )
+@pytest.mark.slow
 def test_killed_at_an_operation_on_files(bench: Bench, name: str, fault: str, most: int) -> None:
     assert len(bench.operations(name)) > 25
     good(deaths.killed_at_operations(bench, name, fault, most, jobs=1))

@@ -367,6 +367,7 @@ def test_losses_are_those_recorded(
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in BY_KERNELS])
+@pytest.mark.slow
 def test_losses_of_each_optimizer_are_those_recorded(
     case: str, stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,7 @@ def steps(
 
 
 @pytest.mark.parametrize("together", [1, 2, 3])
+@pytest.mark.slow
 def test_graphs_give_the_same_losses_and_gradients(together: int, recorded: list[Graph]) -> None:
     """Two shapes take turns, in steps of one micro-batch and of several."""
     batches = batches_of([16, 16, 16, 12, 12, 16, 12, 16, 16, 12, 12, 16])
@@ -165,6 +166,7 @@ class Pair(Ranks):
         return tensor
 
 
+@pytest.mark.slow
 def test_two_ranks_average_their_gradients(recorded: list[Graph]) -> None:
     """The ranks meet the shapes in different orders. In the last step one rank has no rows."""
     shapes = [16, 16, 12, 12, 16, 12], [12, 16, 16, 12, 12, 16]
@@ -244,6 +246,7 @@ def test_a_shape_is_all_but_the_content() -> None:
     assert all(graphs._shape(other) != shape for other in others)
 
 
+@pytest.mark.slow
 def test_all_graphs_share_the_memory_of_their_gradients(recorded: list[Graph]) -> None:
     batches = batches_of([16, 16, 12, 12, 8, 8])
     replicas = Replicas(model_of(), ALONE, lambda: batches[0], "fp32", True)

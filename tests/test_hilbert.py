@@ -354,6 +354,7 @@ def evaluate(forks: Forks, run: Path, *overrides: str, ranks: int = 1) -> Done:
     return forks.run("evaluate.py", run, *overrides, "system.threads=1", ranks=ranks)
 
 
+@pytest.mark.slow
 def test_it_learns_and_is_scored_as_it_was_trained(
     learned: Path, forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
@@ -385,6 +386,7 @@ VARIANTS: dict[str, tuple[int, list[str]]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.slow
 def test_resumed_equals_never_stopped(
     variant: str, forks: Forks, data: Toys, tmp_path: Path
 ) -> None:

@@ -146,6 +146,7 @@ def harmless(done: Done, *lines: str) -> None:
         assert line in done.out + done.err, (line, done)
 
 
+@pytest.mark.slow
 def test_hostile_labels_and_titles_are_escaped(
     ground: Path, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +273,7 @@ def test_names_are_names(
 @pytest.mark.parametrize(
     "name", [r.name for r in READERS if r.file.endswith((".json", ".jsonl", ".toml", "words"))]
 )
+@pytest.mark.slow
 def test_ten_thousand_levels(name: str, trial: Callable[[str], fuzz.Trial]) -> None:
     reads = trial(name)
     for data in (
@@ -458,6 +460,7 @@ def test_a_study_names_no_file_outside(what: str, tmp_path: Path, forks: Forks) 
     assert [path.name for path in tmp_path.iterdir()] == ["study.toml"]
 
 
+@pytest.mark.slow
 def test_a_picture_needs_no_dark_one(tmp_path: Path, forks: Forks) -> None:
     draws = (
         "import sys, json, pathlib as p; o = p.Path(sys.argv[1]); "

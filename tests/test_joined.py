@@ -239,6 +239,7 @@ def test_training_on_two_stores_is_training_on_one(
     refused(forks.run(*[word.replace(pair.both, turned) for word in line]), "data=")
 
 
+@pytest.mark.slow
 def test_scores_of_two_stores_are_those_of_one(
     forks: Forks, stores: dict[str, Pair], tmp_path: Path
 ) -> None:

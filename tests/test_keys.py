@@ -126,6 +126,7 @@ Monitor.advance = advance
 """
 
 
+@pytest.mark.slow
 def test_a_run_of_before_goes_on(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """If it is continued, it equals a run that never stopped. It is evaluated and verified as
     before.

@@ -132,6 +132,7 @@ def shares(run: Path, store: Toys) -> list[float]:
 
 
 @pytest.mark.parametrize("more", [[], ["batch.tokens=150", "batch.accumulate=2"]])
+@pytest.mark.slow
 def test_the_share_of_masked_tokens_falls_and_a_run_resumes_in_it(
     forks: Forks, data: Toys, tmp_path: Path, more: list[str]
 ) -> None:

@@ -82,6 +82,7 @@ def test_scores_are_those_of_a_loop_with_transformers(kind: str, tmp_path: Path)
     compare(tmp_path, hf.from_hf(tmp_path).checkpoint, pairs)
 
 
+@pytest.mark.slow
 def test_scores_of_micro_english(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     english = checkpoints.load("micro/english")
@@ -331,6 +332,7 @@ def test_sentences_that_do_not_fit(
 # ---------------------------------------------------------------------------------- the picture
 
 
+@pytest.mark.slow
 def test_accuracy_over_training(forks: Forks, data: Toys, archive: Path, tmp_path: Path) -> None:
     """All kept checkpoints of a run, and one point for a checkpoint. The numbers are those of
     `evaluate`."""

@@ -156,6 +156,7 @@ SETTINGS = {
 
 # weights that stay are those of "tokens" too, and steps of so many rows those of "final"
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "weights"])
+@pytest.mark.slow
 def test_a_resumed_mixture_equals_one_that_never_stopped(
     forks: Forks, both: list[str], tmp_path: Path, name: str
 ) -> None:

@@ -148,6 +148,7 @@ def test_either_optimizer_may_have_no_weight(model: Stack, trained: tuple[str, .
     assert changed == set(trained)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_one_that_never_stopped(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:

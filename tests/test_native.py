@@ -119,6 +119,7 @@ def test_the_suite_has_the_library() -> None:
 
 
 @linux
+@pytest.mark.slow
 def test_a_library_is_compiled_and_loaded_and_computes_the_same(
     package: Path, loaded: Loading, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -500,6 +500,7 @@ def check_cuda(guard: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this PyTorch has CUDA")
+@pytest.mark.slow
 def test_cuda_runs_on_tensors_without_content(tmp_path: Path) -> None:
     source, guard, torchs = tmp_path / "guard.cpp", tmp_path / "guard.so", Path(torch.__path__[0])
     source.write_text(GUARD)

@@ -53,7 +53,7 @@ def test_there_are_three_notebooks() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["inside", "surgery", "transfer"]
 
 
-@pytest.mark.slow
+@pytest.mark.install
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat = pytest.importorskip("nbformat", reason="the extra `notebooks` is not installed")

@@ -170,6 +170,7 @@ def test_the_joint_loss_is_a_sum_over_rows(source: Path, tmp_path: Path, forks: 
     assert totals[0][1] == totals[1][1] + totals[2][1]
 
 
+@pytest.mark.slow
 def test_pairs_are_learned(source: Path, tmp_path: Path, forks: Forks) -> None:
     """A model shaped like PLUS learns to tell families apart, and still learns MLM."""
     store = make(source, tmp_path / "p", "--kind", "family", "--rounds", 4)

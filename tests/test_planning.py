@@ -459,6 +459,7 @@ def test_a_checkpoint_that_is_there_is_read_and_one_that_is_not_is_not_judged(
     good(forks.run(*line, f"needs.model={tmp_path / 'model'}"))
 
 
+@pytest.mark.slow
 def test_a_transplant_reads_what_its_tokenizer_wrote(
     forks: Forks, learned: dict[str, Path], data: Toys, tmp_path: Path
 ) -> None:
@@ -552,6 +553,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Planned:
 
 
 @pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
+@pytest.mark.slow
 def test_no_number_is_typed_by_hand(path: Path, scale: str, plans: Planned) -> None:
     study = plans(path, scale).plan.study
     for text in (*study.notes, *(one.ours for one in study.deviations)):

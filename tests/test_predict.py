@@ -295,6 +295,7 @@ def test_splice_as_it_is_published(
 # ------------------------------------------------------------------------------ text
 
 
+@pytest.mark.slow
 def test_texts_in_every_form(
     data: Toys, learned: dict[str, Path], forks: Forks, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def test_evaluation_writes_the_same_file(
             assert out.read_bytes() == (learned[name] / "predictions/test.npz").read_bytes()
 
 
+@pytest.mark.slow
 def test_reading_needs_neither_the_store_nor_the_checkpoint(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:

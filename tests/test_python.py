@@ -151,6 +151,7 @@ def test_numbers_that_are_not_finite_are_an_error(english: Checkpoint) -> None:
 # ------------------------------------------------------------------------------ the command
 
 
+@pytest.mark.slow
 def test_the_command_writes_three_formats(english: Checkpoint, tmp_path: Path) -> None:
     lines, table = tmp_path / "texts.txt", tmp_path / "texts.jsonl"
     lines.write_text("\n".join(TEXTS) + "\n")

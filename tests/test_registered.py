@@ -272,6 +272,7 @@ def test_a_planned_extension_doubles_p_and_a_floor_decides_nothing(
 
 
 @pytest.mark.parametrize(("pairs", "effect"), [(3, 2.0), (5, 1.682), (10, 0.996), (34, 0.495)])
+@pytest.mark.slow
 def test_the_power_of_a_paired_t_test(pairs: int, effect: float) -> None:
     """By simulation: with that many pairs, the test detects the effect in four of five cases."""
     detected = detectable(pairs)

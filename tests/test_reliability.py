@@ -297,6 +297,7 @@ def test_a_late_rank_of_a_restart_is_waited_for(forks: Forks, data: Toys, tmp_pa
 # ------------------------------------------------------------------------------ origin, repeat
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_was_made_with_and_is_made_again(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
@@ -337,6 +338,7 @@ def test_a_run_says_what_it_was_made_with_and_is_made_again(
     refused(forks.run(*verify, data.text), "is not a run")
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_from_a_checkpoint_is_made_again(
     forks: Forks, data: Toys, tmp_path: Path
 ) -> None:
@@ -604,6 +606,7 @@ def test_a_changed_byte_of_a_finished_run_is_noticed(
     assert "is finished" in good(forks.run(*line, "train.steps=18")).err
 
 
+@pytest.mark.slow
 def test_a_study_notices_a_changed_result(forks: Forks, data: Toys, tmp_path: Path) -> None:
     study = tmp_path / "study.toml"
     study.write_text(STUDY.format(recipe=Path(SMOKE).resolve(), data=data.text))

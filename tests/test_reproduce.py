@@ -178,6 +178,7 @@ def test_a_file_without_curves_is_refused(content: Any, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.slow
 def test_reproduce(forks: Forks, tmp_path: Path) -> None:
     """Curves are recorded; the same settings reproduce them and a higher rate does not."""
     output, file = tmp_path / "out", tmp_path / "curves.json"

@@ -360,6 +360,7 @@ def test_a_script_without_the_package_computes_the_numbers_again(
     assert f"DIFFERS      {path.stem} test accuracy: " in done.stdout
 
 
+@pytest.mark.slow
 def test_what_a_page_prints_is_computed_again_too(tmp_path: Path, trained: Results) -> None:
     """The words and the verdict of a claim, a number that was deleted, a table, and files that were
     swapped."""
@@ -403,6 +404,7 @@ def test_what_a_page_prints_is_computed_again_too(tmp_path: Path, trained: Resul
     assert said in verify(plan.kept).stdout
 
 
+@pytest.mark.slow
 def test_the_kept_results_of_this_repository_are_what_their_predictions_give() -> None:
     done = verify(ROOT / "results")
     assert done.returncode == 0, done.stdout

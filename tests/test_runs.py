@@ -297,6 +297,7 @@ def recomputed(run: Path, step: int, ranks: int) -> tuple[int, list[list[Any]]]:
 
 @pytest.mark.parametrize("name", ["rows", "tokens", "mapped", "mixture"])
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.slow
 def test_the_rows_of_a_step_are_those_that_the_run_read(
     forks: Forks, data: Toys, tmp_path: Path, name: str, ranks: int
 ) -> None:

@@ -196,6 +196,7 @@ def test_resumed_at_three_ranks_in_many_buckets(forks: Forks, data: Toys, tmp_pa
     same(runs[1], runs[0])
 
 
+@pytest.mark.slow
 def test_two_machines_are_one_process(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """Two torchrun agents meet over loopback, as on two nodes. They give the losses of one
     process.

@@ -142,6 +142,7 @@ def runs_of(path: Path, scale: str) -> list[tuple[Job, Recipe]]:
 @pytest.mark.parametrize(
     ("path", "scale"), MINI_AND_PAPER, ids=lambda part: getattr(part, "stem", part)
 )
+@pytest.mark.slow
 def test_no_study_inherits_another_optimizers_settings(path: Path, scale: str) -> None:
     for job, recipe in runs_of(path, scale):
         config = recipe.optim

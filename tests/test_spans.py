@@ -276,6 +276,7 @@ def official(shared: Path, name: str) -> tuple[list[str], list[list[str]]]:
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
+@pytest.mark.slow
 def test_thresholds_equal_the_official_script(shared: Path, name: str) -> None:
     """The same as `evaluate-v2.0.py --na-prob-file`.
 
@@ -315,6 +316,7 @@ def test_thresholds_equal_the_official_script(shared: Path, name: str) -> None:
 # ---------------------------------------------------------------------------------- end to end
 
 
+@pytest.mark.slow
 def test_a_toy_squad_is_learnt_and_predicted(forks: Forks, store: Path, tmp_path: Path) -> None:
     run, said = tmp_path / "run", tmp_path / "answers.json"
     good(

@@ -50,6 +50,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     speedrun.main()
 
 
+@pytest.mark.slow
 def test_both_recipes_run_and_are_scored_alike(
     data: Path, tmp_path: Path, forked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,7 @@ def test_a_run_needs_answers_to_validate_on(monkeypatch, tmp_path, tokenizer):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_dev_sets_of_squad(shared, tmp_path):
     vocabulary = (shared / "vocabs/bert-base-uncased.vocab.txt").read_text(encoding="utf-8")
     pieces = {piece: i for i, piece in enumerate(vocabulary.splitlines())}

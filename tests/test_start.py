@@ -36,6 +36,7 @@ def ranks_of(run: Path) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc")
 @pytest.mark.parametrize("moment", ["first", "importing", "training"])
+@pytest.mark.slow
 def test_ranks_end_with_their_torchrun(data: Toys, tmp_path: Path, moment: str) -> None:
     """torchrun is killed when its ranks begin, a second later, or while they train."""
     run = tmp_path / "run"

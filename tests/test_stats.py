@@ -115,6 +115,7 @@ def test_scores_and_spans(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["class", "score"])
+@pytest.mark.slow
 def test_figure_of_a_store(tmp_path, monkeypatch, capsys, kind):
     write(tmp_path / "s", kind)
     for ending in ("png", "svg", "PDF"):

@@ -583,6 +583,7 @@ def job(tmp_path: Path, name: str, code: str, *waits: str, **more: Any) -> Job:
     return Job(name, name, path, path, ("-c", code), waits, **more)
 
 
+@pytest.mark.slow
 def test_no_result_is_kept_of_data_that_changed(file: Path, data: Path, tmp_path: Path) -> None:
     """The first job overwrites what both read. Neither leaves a result, and the next call plans
     other keys."""
@@ -1227,6 +1228,7 @@ def test_a_long_job_does_not_use_up_the_time_of_the_others(file: Path, tmp_path:
         assert progress.seconds.keys() == progress.open.keys()
 
 
+@pytest.mark.slow
 def test_a_study_that_is_killed_loses_nothing(
     forks: Forks, file: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -2053,6 +2055,7 @@ where.pair = "own"
     assert "![What was drawn](look.svg)" in markdown_of(results)
 
 
+@pytest.mark.slow
 def test_a_whole_study(forks: Forks, file: Path, data: Path, tmp_path: Path) -> None:
     root = tmp_path / "studies"
     arguments: list[str | Path] = [
@@ -2146,6 +2149,7 @@ def test_slurm_is_missed_by_name(forks: Forks, file: Path, data: Path, tmp_path:
 
 
 @pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))
+@pytest.mark.slow
 def test_every_study_resolves(path: Path, scale: str) -> None:
     plan = planned(path, scale)
     assert plan.jobs

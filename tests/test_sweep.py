@@ -164,6 +164,7 @@ def test_the_values_of_a_pair_are_taken_together(tmp_path: Path) -> None:
     assert list(study.factors("run")["init+data+mapping"]) == ["a+c+none", "b+c+symbols:1"]
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_and_reports(store: Path, tmp_path: Path, forks: Forks) -> None:
     output, file = tmp_path / "studies", tmp_path / "mine.toml"
     line: list[str | Path] = [

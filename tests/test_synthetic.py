@@ -437,6 +437,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["uniform", "zipf", "nesting", "flat"])
+@pytest.mark.slow
 def test_the_same_bytes_whatever_the_number_of_workers(monkeypatch, tmp_path, name):
     small_blocks(monkeypatch)
     corpus = Corpus(name, 50_000, (5, 40), 3)

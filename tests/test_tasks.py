@@ -163,6 +163,7 @@ NUMBERED = {
 
 
 @pytest.mark.parametrize("name", GLUE)
+@pytest.mark.slow
 def test_glue_as_published(name: str, shared: Path, make: Make) -> None:
     """Every label equals the raw file's, and so do the texts of 40 random rows per split."""
     folder, places, label, test_places, sizes, classes, header = GLUE[name]

@@ -433,6 +433,7 @@ def pairs(
 
 
 @pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.slow
 def test_published_tokenizers_give_the_ids_of_transformers(pairs, corpora, name):
     pair = pairs[name]
     for corpus, texts in corpora.items():
@@ -456,6 +457,7 @@ long_word = st.builds(lambda part, times: part * times, anything, st.sampled_fro
 
 
 @pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.slow
 def test_any_unicode_gives_the_ids_of_transformers(pairs, name):
     pair = pairs[name]
 
@@ -481,6 +483,7 @@ def test_any_unicode_gives_the_ids_of_transformers(pairs, name):
         "cased words",
     ],
 )
+@pytest.mark.slow
 def test_published_tokenizers_are_the_same_in_every_form(pairs, corpora, tmp_path, name):
     ours, theirs = pairs[name]
     texts = [text for texts in corpora.values() for text in texts[:20]]

@@ -181,6 +181,7 @@ def test_resumed_equals_never_stopped(
     drawn_once(runs[1])
 
 
+@pytest.mark.slow
 def test_stopped_and_continued_by_torchrun(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """As users do it: torchrun with 2 processes gets SIGTERM, and the run is continued."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
@@ -666,6 +667,7 @@ def test_bad_places_for_a_run(forks: Forks, data: Toys, tmp_path: Path) -> None:
     assert [p.name for p in foreign.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.slow
 def test_torchrun_says_it_once(data: Toys, tmp_path: Path) -> None:
     """Rank 0 prints the error, even if another rank fails first. torchrun adds its own report."""
     done = command(*training(SMOKE, data.text, tmp_path / "run", "optim.rl=1"), ranks=2)
@@ -718,6 +720,7 @@ Store.verify = lambda self: (time.sleep(1.5), *original(self))[1:]
         assert not (run / "result.json").exists()
 
 
+@pytest.mark.slow
 def test_full_disk(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """If no space is left, the run ends with one line and status 1. Earlier checkpoints are
     complete, and the run continues later.

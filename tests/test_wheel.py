@@ -1,8 +1,8 @@
 """The wheel is built, installed and used outside of the checkout. Two editable checkouts coexist.
 
-`make test-slow` runs these tests. The test environments use the libraries of the environment that
-runs the tests: a .pth file names its site-packages. Python does not read .pth files inside that
-directory, so a checkout that is installed there in editable mode cannot be imported.
+`make test-install` runs these tests. The test environments use the libraries of the environment
+that runs the tests: a .pth file names its site-packages. Python does not read .pth files inside
+that directory, so a checkout that is installed there in editable mode cannot be imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from toys import Toys
 
 from xformer.ops import native
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.install
 LIMIT = 900  # seconds for a command
 BUILD = "from setuptools import build_meta; print(build_meta.build_sdist('..'))"
 WHERE = """
