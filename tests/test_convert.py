@@ -910,5 +910,7 @@ def test_the_installed_encoders_fill_masks() -> None:
         assert word == fill_mask(english, text, 1)[0][0][1]
     brackets = checkpoints.load("micro/brackets")
     assert fill_mask(brackets, "w7 w9 w9 [MASK]", 1)[0][0][1] == "w7"  # closes it
+    with pytest.raises(BadInput, match="top=0: give at least 1"):
+        fill_mask(english, "[MASK]", 0)
     shown = command("-m", "xformer.convert", "inspect", "micro/english").out
     assert "installed with the package" in shown

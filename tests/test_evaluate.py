@@ -272,6 +272,16 @@ BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
     ),
     ("classes", ["input={others}/absent.tsv"], ["absent.tsv does not exist"]),
     ("classes", ["input={others}"], ["is a directory"]),
+    (
+        "classes",
+        ["input={others}/three.tsv", "out={others}/../{name}/three.tsv"],
+        ["out= and input= are both", "give two different files"],
+    ),
+    (
+        "classes",
+        ["input={others}/three.tsv", "out={others}/three.csv"],
+        ["the table is separated by tabs; give a name that ends in .tsv"],
+    ),
     ("classes", ["input={others}/empty.tsv"], ["empty.tsv is empty"]),
     ("classes", ["input={others}/header.tsv"], ["header.tsv has a header and no row"]),
     (
@@ -290,7 +300,12 @@ def test_bad_input_costs_one_line(
     case: tuple[str, list[str], list[str]], forks: Forks, data: Toys, learned: Runs, others: Path
 ) -> None:
     run, overrides, words = case
-    places = {"data": data.text.parent, "others": others, "long": "bam " * 90}
+    places = {
+        "data": data.text.parent,
+        "others": others,
+        "name": others.name,
+        "long": "bam " * 90,
+    }
     done = evaluate(forks, learned[run], *(o.format(**places) for o in overrides))
     refused(done, *words)
     assert done.out == ""
@@ -406,8 +421,11 @@ def test_a_folder_of_predictions_may_be_the_working_directory(
     (tmp_path / "config.json").write_text('{"identity": {}}')
     monkeypatch.chdir(below)
     assert parse_arguments([".", "data=store"]).out is None
-    with pytest.raises(BadInput, match="only a run itself writes to"):
-        parse_arguments([".", "data=store", "out=../valid.json"])
+    for own in ("../valid.json", "../../config.json", "../../checkpoints/step_1/model.safetensors"):
+        (below / own).parent.mkdir(parents=True, exist_ok=True)
+        with pytest.raises(BadInput, match="only the run itself writes"):
+            parse_arguments([".", "data=store", f"out={own}"])
+    assert parse_arguments([".", "data=store", "out=../../mine.json"]).out == "../../mine.json"
 
 
 def test_votes_are_those_of_a_plain_loop() -> None:

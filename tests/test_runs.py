@@ -220,6 +220,7 @@ def test_what_is_not_a_run_costs_a_line(
         (("{none}/more",), "more is not a directory; give one that has runs below it"),
         (("csv=a.csv",), "the first argument must be a directory of runs, not 'csv=a.csv'"),
         (("{runs}", "cvs=a"), "unknown key cvs; did you mean csv?"),
+        (("{runs}", "csv={none}/a.txt"), "give a name that ends in .csv"),
         (("{runs}", "csv={none}/x/a.csv"), "x is not a directory; make it first"),
         (("rows", "{runs}", "step=1"), "is not a run: it lacks the config.json that"),
         (("rows", "{runs}/b9"), "step must be given: step=..."),

@@ -39,8 +39,8 @@ from xformer.ops import native
 from xformer.parallel import processes
 from xformer.parallel.precision import fast_on, reason_for_bf16, speed_note
 from xformer.parallel.processes import ALONE, Ranks, SystemConfig
-from xformer.predictions import FOLDER, write
-from xformer.run import is_run
+from xformer.predictions import write
+from xformer.run import OWN, is_run
 from xformer.scoring import check_kind, longest_remedy, outputs_of, score
 from xformer.tasks.task import Task, as_table, check_finite, to_device
 
@@ -127,9 +127,11 @@ def fill_mask(
 ) -> list[list[tuple[float, str]]]:
     """For each mask token in `text`, the `top` likeliest pieces as (probability, piece).
 
-    Raises BadInput if the checkpoint has no MLM head, or if the text has no mask token or is too
-    long. Raises Failure if the model's outputs are not finite.
+    Raises BadInput if the checkpoint has no MLM head, if the text has no mask token or is too
+    long, or if `top` is below 1. Raises Failure if the model's outputs are not finite.
     """
+    if top < 1:
+        raise BadInput(f"top={top}: give at least 1")
     task, tokenizer = checkpoint.task, checkpoint.tokenizer
     if task is None or not task.predicts_masked:
         raise BadInput(f"this checkpoint has no MLM head, so it cannot fill a mask; {_train_mlm()}")
@@ -238,11 +240,17 @@ def parse_arguments(arguments: list[str]) -> EvaluateConfig:
             f"{extra[0]}= cannot be combined with {form}=. With {form}= you can set "
             f"{', '.join(FORMS[form])}"
         )
-    if config.out and config.predictions and Path(config.out) == Path(config.predictions):
-        raise BadInput(f"out= and predictions= are both {config.out}; give two different files")
-    for output in (config.out, config.predictions):
-        if output:
-            check_writable(Path(output))
+    table = config.predictions or (config.out if config.input else None)
+    if table and table.lower().endswith(".csv"):
+        raise BadInput(f"{table}: the table is separated by tabs; give a name that ends in .tsv")
+    files: dict[Path, str] = {}
+    for name in ("input", "blimp", "out", "predictions"):
+        if file := getattr(config, name):
+            if other := files.get(Path(file).resolve()):
+                raise BadInput(f"{name}= and {other}= are both {file}; give two different files")
+            files[Path(file).resolve()] = name
+            if name in ("out", "predictions"):
+                check_writable(Path(file))
     return config
 
 
@@ -274,10 +282,13 @@ def check_writable(output: Path) -> None:
             f"{output} cannot be written: {output.parent} is not a directory; make it first, or "
             "give another file"
         )
-    if folder.name == FOLDER and is_run(folder.parent / "config.json"):
-        raise BadInput(
-            f"{output} cannot be written: only a run itself writes to {folder}; give another file"
-        )
+    for run in (folder, *folder.parents[:2]):
+        first = output.name if run == folder else folder.relative_to(run).parts[0]
+        if first in OWN and is_run(run / "config.json"):
+            raise BadInput(
+                f"{output} cannot be written: only the run itself writes {run / first}; give "
+                "another file"
+            )
     if output.is_dir():
         raise BadInput(f"{output} cannot be written: it is a directory; give a file")
 

@@ -68,6 +68,10 @@ INHERITED = {f"model.{name}" for name in DROPOUT}
 HASHED = ("data", "init", "surgery")  # settings whose content, not their path, is compared
 # the number of samples in a run, with the setting that makes it decide
 SAMPLES = {"mixture.samples": "mixture.final", "masking.samples": "masking.final"}
+FOLDERS = ("checkpoints", "trajectory", FOLDER, "tensorboard", "profile")
+# the last one marks the directory as a run; earlier versions wrote dropped.json
+FILES = (RUN_MANIFEST, "result.json", "log.jsonl", "dropped.json", "code.diff", "config.json")
+OWN = {*FOLDERS, *FILES}  # what only the run itself writes into its directory
 LISTED = 6  # how many changed settings a message names
 
 # Values for the next line of the log, summed since the last line and over all ranks. "norm" is the
@@ -279,12 +283,11 @@ def _step(path: Path) -> int:
 def _delete_run(path: Path) -> None:
     """Delete a run's files. config.json, which marks the directory as a run, is deleted last: if
     this function is interrupted, the directory is still a run that can be overwritten."""
-    for name in ("checkpoints", "trajectory", FOLDER, "tensorboard", "profile"):
+    for name in FOLDERS:
         shutil.rmtree(path / name, ignore_errors=True)
     for damaged in path.glob("log.jsonl.damaged*"):
         damaged.unlink()
-    old = "dropped.json"  # written by earlier versions
-    for name in (RUN_MANIFEST, "result.json", "log.jsonl", old, "code.diff", "config.json"):
+    for name in FILES:
         (path / name).unlink(missing_ok=True)
 
 

@@ -152,6 +152,8 @@ def print_runs(directory: Path, file: str | None) -> None:
     the config.json of a directory is damaged or not from a run, a line below the table says so."""
     if not directory.is_dir():
         raise BadInput(f"{directory} is not a directory; give one that has runs below it")
+    if file is not None and Path(file).suffix != ".csv":
+        raise BadInput(f"csv={file}: give a name that ends in .csv")
     if file is not None and not Path(file).absolute().parent.is_dir():
         raise BadInput(f"csv={file}: {Path(file).parent} is not a directory; make it first")
     runs, skipped = [], []
