@@ -1,7 +1,7 @@
 # make demo            pre-train, fine-tune and report on text that comes with Python: 5 minutes on 2 cores
 # make reproduce       train a small model, compare its loss curves with the expected ones: a minute
-# make test            run the quick part of the suite: 10 minutes on 2 cores
-# make test-slow       run the rest: whole studies, compiled training, CUDA without a GPU: 10 minutes
+# make test            run the quick part of the suite: up to 10 minutes on 2 cores
+# make test-slow       run the rest: whole studies, compiled training, CUDA without a GPU: about 10 minutes
 # make test-install    build the wheel and use it outside the checkout; run the notebooks: about 10 minutes
 # make check           check lint, format and types
 # make format          fix lint and format

@@ -326,9 +326,11 @@ def _trained_dropout(run: Path) -> dict[str, Any]:
 
 
 def known_dropout(run: Path) -> dict[str, Any]:
-    """The dropout settings that a run is known to have used; {} if there is no run. They are those
-    of its first checkpoint. Without a checkpoint, a recorded default may be wrong (`read_config`
-    says why), so only the other recorded values count."""
+    """The dropout settings that a run is known to have used; {} if there is no run.
+
+    They are those of its first checkpoint. A run without one only has recorded settings. Of these,
+    a default may be wrong (`read_config` says why) and is left out.
+    """
     if trained := _trained_dropout(run):
         return trained
     defaults = ModelConfig().model_dump(mode="json", include=set(DROPOUT))
