@@ -112,8 +112,10 @@ def test_the_file_can_be_kept(tmp_path: Path) -> None:
     """It names paths once, and the same sweep does not write it again."""
     made = read("data=stores/a,other/a", "init=x", "optim.lr=1e-4,5e-5", "seed=0..1")
     path = tmp_path / "sweeps/mine.toml"
-    assert made.write(path)
-    assert not made.write(path)
+    made.write(path)
+    first = path.stat().st_mtime_ns
+    made.write(path)
+    assert path.stat().st_mtime_ns == first
     study = read_study(path, "")
     assert {name: need.path for name, need in study.needs.items()} == {
         "a": "stores/a",
@@ -175,11 +177,15 @@ def test_a_sweep_runs_and_reports(store: Path, tmp_path: Path, forks: Forks) -> 
     ]
     line += [f"data={store}", "optim.lr=1e-3,1e-4", "seed=0..2", *TINY, "train.epochs=1"]
     line += [f"output={output}", "jobs=1"]
+    other = output / "classify-lr-seed.toml"  # an earlier sweep of the same keys
+    output.mkdir()
+    other.write_text("title = 'other'")
     unnamed = good(
         forks.run(*line, "--dry-run", before="from xformer.study import timing; timing.LIMIT = 0.0")
     )
     assert "study   not written (--dry-run); out=FILE writes it" in unnamed.out
-    assert not list(output.glob("*.toml"))
+    assert other.read_text() == "title = 'other'"
+    assert list(output.glob("*.toml")) == [other]
     line.append(f"out={file}")
     refused(forks.run(*line, "train.epoch=2"), "unknown key train.epoch")
     refused(forks.run(*line, "init=nowhere", "--dry-run"), "init=nowhere: nowhere does not exist")

@@ -110,6 +110,7 @@ class RowSurvey:
     rows: dict[str, int] = field(default_factory=dict)  # split -> how many
     labels: dict[str, Counter[str]] = field(default_factory=dict)  # split -> class -> how many
     classes: set[str] = field(default_factory=set)
+    with_labels: set[str] = field(default_factory=set)  # the splits in which a row has a label
     keys: dict[str, array[int]] = field(default_factory=dict)  # split -> hash of each row's text
     to_draw: array[int] = field(default_factory=lambda: array("L"))  # classes of rows without split
     ids: bool = False  # whether rows have ids
@@ -281,6 +282,8 @@ def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> 
         if not row.split and task.kind == "class":
             survey.to_draw.append(numbers.setdefault(row.label or "", len(numbers)))
         survey.rows[row.split] = survey.rows.get(row.split, 0) + 1
+        if row.label is not None:
+            survey.with_labels.add(row.split)
         if task.kind != "score" and row.label is not None:
             classes = _classes(task, row.label)
             survey.labels.setdefault(row.split, Counter()).update(classes)
@@ -360,7 +363,11 @@ def _say_lacking(survey: RowSurvey, labels: list[str], noun: str) -> None:
 
 
 def _say_unlabelled(task: TaskSource, survey: RowSurvey) -> None:
-    """Warn of validation questions without a label, which are kept but not scored."""
+    """Say which splits have no labels, and warn of validation questions without one. Their rows
+    are kept, but not scored."""
+    for split in survey.rows:
+        if split not in survey.with_labels:
+            say(f"note: {split} has no labels; it can be predicted, but not scored", error=True)
     rows, labelled = survey.rows.get("valid", 0), survey.labels.get("valid", Counter()).total()
     if task.kind == "choice" and rows > labelled:
         count = f"{rows - labelled:,} of the {rows:,} questions"

@@ -16,6 +16,7 @@ retried. If you add a seed, only its runs are new. Studies share the runs that t
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -121,17 +122,19 @@ def sweep_main(arguments: list[str]) -> None:
     study = sweep.read(others)
     study.check_paths()
     root = _root(settings)
-    path = Path(settings.out or root / f"{study.name}.toml")
-    new, keep = study.write(path), False
-    try:
-        plan = _plan(path, "", {}, settings)
+    with tempfile.TemporaryDirectory() as scratch:  # a bad value leaves no study file behind
+        draft = Path(scratch) / f"{study.name}.toml"
+        study.write(draft)
+        plan = _plan(draft, "", {}, settings)
         Forecast(plan).check()
-        keep = not settings.dry_run or bool(settings.out)
-        say(f"study   {path}" if keep else "study   not written (--dry-run); out=FILE writes it")
-        run_study(plan, settings, with_cost=True)
-    finally:
-        if new and not keep:
-            path.unlink()
+        if settings.dry_run and not settings.out:
+            say("study   not written (--dry-run); out=FILE writes it")
+            run_study(plan, settings, with_cost=True)
+            return
+    path = Path(settings.out or root / f"{study.name}.toml")
+    study.write(path)
+    say(f"study   {path}")
+    run_study(_plan(path, "", {}, settings), settings, with_cost=True)
 
 
 def planned(arguments: list[str]) -> tuple[Plan, Arguments]:

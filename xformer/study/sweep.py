@@ -77,9 +77,9 @@ class Sweep:
                 if not installed(path).exists():
                     raise BadInput(f"{key}={path}: {path} does not exist{near(Path(path))}")
 
-    def write(self, path: Path) -> bool:
-        """Write the file, unless it exists already. Returns whether it was written. Raises BadInput
-        if a file with other content has this name."""
+    def write(self, path: Path) -> None:
+        """Write the file, unless it exists already. Raises BadInput if a file with other content
+        has this name."""
         text = self.text(path.parent)
         if path.exists():
             try:
@@ -91,10 +91,9 @@ class Sweep:
                     f"{path} exists and holds something else; give another file with out=, or run "
                     f"that one with {typed('python -m xformer.study')} {path}"
                 )
-            return False
+            return
         make_directory(path.parent, "out=" if path.parent != Path() else "")
         write_text(path, text)
-        return True
 
     def text(self, folder: Path) -> str:
         """The text of the file. Paths in it are relative to `folder`, the folder of the file."""
