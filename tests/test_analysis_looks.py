@@ -319,6 +319,14 @@ def run_of(path: Path, seed: int, lr: float, offset: float) -> str:
     return str(path)
 
 
+def test_a_legend_shows_names_letter_by_letter() -> None:
+    """Matplotlib leaves out labels that begin with _, and reads $a$ as a formula."""
+    series = [{"name": "_a $b$", "runs": ["r"], "x": [1], "mean": [2.0], "deviation": [0.0]}]
+    panels = [{"event": "train", "value": "loss", "series": series}]
+    legend = curves.draw({"x": "step", "panels": panels}).axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == [r" _a \$b\$ (1 run)"]
+
+
 def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     made = (("a", 0, 1e-3, 0.0), ("b", 1, 1e-3, 0.2), ("c", 0, 1e-4, 1.0))
     runs = [run_of(tmp_path / name, seed, lr, offset) for name, seed, lr, offset in made]

@@ -201,7 +201,7 @@ def draw(result: dict[str, Any]) -> Figure:
         for i, series in enumerate(panel["series"]):
             colour = f"C{i}"
             x, mean, deviation = (np.array(series[k]) for k in ("x", "mean", "deviation"))
-            name = textwrap.shorten(series["name"], 60, placeholder=" …")
+            name = drawing.plain(textwrap.shorten(series["name"], 60, placeholder=" …"))
             label = f"{name} ({drawing.many(len(series['runs']), 'run')})"
             panel_axes.plot(
                 x,

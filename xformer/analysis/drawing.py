@@ -29,7 +29,13 @@ def plus_minus(mean: float, deviation: float, runs: int) -> str:
 
 def short(name: str) -> str:
     """A name that fits in a legend: if it is too long, only its end is kept."""
-    return name if len(name) <= NAME_LENGTH else f"…{name[1 - NAME_LENGTH :]}"
+    return plain(name if len(name) <= NAME_LENGTH else f"…{name[1 - NAME_LENGTH :]}")
+
+
+def plain(name: str) -> str:
+    """A name as matplotlib draws it letter by letter. Matplotlib leaves a label that begins with _
+    out of the legend, and reads what is between two $ as a formula."""
+    return f"{' ' if name.startswith('_') else ''}{name}".replace("$", r"\$")
 
 
 def heat_map(axes: Any, values: Any, title: str) -> Any:

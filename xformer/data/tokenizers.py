@@ -275,7 +275,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     path = _selected(directory)
     if not (path / META).is_file():
         if not path.exists():
-            raise BadInput(f"the tokenizer {directory} does not exist{near(Path(directory))}")
+            hint = near(Path(directory)) or "; give a tokenizer, a store, a run or micro/english"
+            raise BadInput(f"the tokenizer {directory} does not exist{hint}")
         raise BadInput(
             typed(
                 f"{path} holds no tokenizer ({META} is missing); import a published one with "
