@@ -324,6 +324,7 @@ def test_a_legend_shows_names_letter_by_letter() -> None:
     series = [{"name": "_a $b$", "runs": ["r"], "x": [1], "mean": [2.0], "deviation": [0.0]}]
     panels = [{"event": "train", "value": "loss", "series": series}]
     legend = curves.draw({"x": "step", "panels": panels}).axes[0].get_legend()
+    assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == [r" _a \$b\$ (1 run)"]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import NO_DROPOUT, SMOKE, Forks, good, refused, training
+from helpers import NO_DROPOUT, SMOKE, Forks, good, training
 from safetensors.torch import load_file
 from test_train import AT_STEP, drawn_once, log, result, same
 from torch import Tensor, nn
@@ -267,12 +267,6 @@ def test_ten_dropped_updates_in_a_row_end_a_run(forks: Forks, data: Toys, tmp_pa
     end = "10 updates in a row were dropped; if the rows are good, lower optim.lr, now "
     assert end in done.err.splitlines()[-1]
     assert not (tmp_path / "run/result.json").exists()
-
-
-def test_rollback_is_gone(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    line = training(SMOKE, data.text, tmp_path / "run", "train.trouble=rollback")
-    refused(forks.run(*line), "train.trouble=rollback was removed: write train.trouble=skip")
-    assert not (tmp_path / "run").exists()
 
 
 def test_one_rank_in_trouble(forks: Forks, data: Toys, tmp_path: Path) -> None:

@@ -30,15 +30,14 @@ def check_branch(setup: Setup) -> None:
     if it would take the same steps up to there as the other run. Does nothing without
     `train.branch_from`, or if the run has a checkpoint of its own."""
     recipe, given = setup.recipe, f"train.branch_from={setup.recipe.train.branch_from}"
-    begun = any((Path(recipe.run) / "checkpoints").glob("step_*")) and not recipe.overwrite
+    begun = checkpoints.by_step(Path(recipe.run) / "checkpoints") and not recipe.overwrite
     if not recipe.train.branch_from or begun:
         return
     path = Path(recipe.train.branch_from)
     run = path.absolute().parent.parent
     if not (path / "state.json").is_file() or not is_run(run / "config.json"):
         if not path.exists():
-            names = [place.name.removeprefix("step_") for place in path.parent.glob("step_*")]
-            kept = ", ".join(sorted(filter(str.isdigit, names), key=int))
+            kept = ", ".join(map(str, checkpoints.by_step(path.parent)))
             hint = f"; that run has the steps {kept}" if kept else near(path)
             raise BadInput(f"{given} does not exist{hint}")
         raise BadInput(

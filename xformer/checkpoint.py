@@ -388,7 +388,7 @@ def resolve(path: str | Path) -> Path:
     if (path / "result.json").is_file():
         return selected(path)
     if (path / "checkpoints").is_dir():
-        steps = ", ".join(sorted(p.name for p in (path / "checkpoints").glob("step_*")))
+        steps = ", ".join(place.name for place in by_step(path / "checkpoints").values())
         if not steps:
             raise BadInput(
                 f"the run {path} is not finished and has no checkpoint yet; finish it, or wait for "
@@ -414,6 +414,19 @@ def resolve(path: str | Path) -> Path:
     foreign = (path / "config.json").is_file()
     hint = typed("; import it with python -m xformer.convert from-hf") if foreign else ""
     raise BadInput(f"{path} is not a checkpoint (no manifest.json){hint}")
+
+
+def step_of(path: Path) -> int | None:
+    """The step in the name of a run's checkpoint; None if it is not the name of one."""
+    step = path.name.removeprefix("step_")
+    return int(step) if step.isdecimal() and path.name == f"step_{int(step)}" else None
+
+
+def by_step(folder: Path) -> dict[int, Path]:
+    """A run's checkpoints in a directory, in the order of their steps. Other directories, such as a
+    copy of a checkpoint, are left out."""
+    steps = ((step_of(place), place) for place in folder.glob("step_*") if place.is_dir())
+    return dict(sorted((step, place) for step, place in steps if step is not None))
 
 
 def verify(path: str | Path) -> None:

@@ -250,9 +250,10 @@ def _as_key(option: str, following: list[str], types: dict[str, Any]) -> BadInpu
 def toml_value(text: str) -> Any:
     """A value that is written as TOML, or the text itself if it is not valid TOML."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        document = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
+    return document["value"] if len(document) == 1 else text  # the text may have several lines
 
 
 def merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:

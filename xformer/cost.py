@@ -92,7 +92,10 @@ def forward_flops(config: ModelConfig, task: Task | None, work: Workload) -> int
 
 
 def training_flops(config: ModelConfig, task: Task | None, work: Workload) -> int:
-    """Operations of forward and backward passes that train all weights."""
+    """Operations of forward and backward passes that train all weights, or only the head if it
+    reads the states of one layer, as a probe does."""
+    if task is not None and task.head.layer is not None:
+        return forward_flops(config, task, work) + BACKWARD * task.head_flops(config, work)
     flops = (1 + BACKWARD) * forward_flops(config, task, work)
     if config.architecture == "hilbert_cnn":  # its one-hot input needs no gradient
         flops -= _convolutions(config, task)[0] * work.rows

@@ -126,6 +126,6 @@ def _remedy(session: Session, stage: int) -> str:
     newest, remedy = "is from an earlier step", "train.trouble=skip drops such updates"
     if stage == WEIGHT:
         newest, remedy = "may hold the same bad value", "dropping updates cannot repair a weight"
-    if any((session.run.path / "checkpoints").glob("step_*")):
+    if session.run.has_checkpoints():
         return f"the newest checkpoint {newest}; {remedy}"
     return f"there is no checkpoint; {remedy}"

@@ -414,8 +414,8 @@ def _notes(
 
 
 def _trajectory(setup: Setup) -> Trajectory:
-    """The steps at which `train.keep_at` keeps the weights. Raises BadInput if the run has no
-    such steps."""
+    """The steps at which `train.keep_at` keeps the weights. A branch leaves out the steps that it
+    shares with the other run, which were trained there. Raises BadInput as `steps_of` does."""
     settings, split = setup.recipe.train, setup.train.split
     if not settings.keep_at:
         return Trajectory()
@@ -427,7 +427,10 @@ def _trajectory(setup: Setup) -> Trajectory:
         split.words,
         str(setup.store.path),
     )
-    return trajectory.plan(settings.keep_at, timeline, setup.start)
+    shared = checkpoints.step_of(Path(settings.branch_from)) if settings.branch_from else None
+    steps = trajectory.steps_of(settings.keep_at, timeline)
+    kept = frozenset(step for step in steps if shared is None or step > shared)
+    return Trajectory(kept, checkpoints.size(setup.start))
 
 
 def check_model(recipe: Recipe, config: ModelConfig) -> None:
@@ -511,7 +514,7 @@ def _class_weights(recipe: Recipe, store: Store, samples: Samples) -> tuple[floa
     """The weight of each class in the training loss; () if all weigh the same. Raises BadInput if
     the task takes no such settings, or the number of weights is wrong."""
     loss, split = recipe.loss, store.split("train")
-    if not loss.model_fields_set or loss == type(loss)():
+    if loss == type(loss)():
         return ()
     if not TASKS[recipe.head].takes_class_weights:
         named = ", ".join(f"loss.{name}" for name in sorted(loss.model_fields_set))

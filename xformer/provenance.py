@@ -31,18 +31,12 @@ def environment(ranks: Ranks) -> dict[str, Any]:
     return {
         **versions(),
         "git": revision(),
-        "device": gpu or processor(),
         "processor": gpu or processor_model(),
         "kernels": kernels(ranks),
         "world_size": ranks.world_size,
         "threads": torch.get_num_threads(),
         "command": sys.argv,
     }
-
-
-def processor() -> str:
-    """The kind of processor, the instruction set that torch uses on it, and the kernels."""
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {native.cpu_kernels()}"
 
 
 def processor_model() -> str:

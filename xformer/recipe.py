@@ -254,7 +254,8 @@ class TrainConfig(Settings):
     branch_from: str | None = None
     """Begin a new run at this checkpoint of another run, RUN/checkpoints/step_N, with its weights,
     moments and progress. The earlier steps must be those of the other run: both have
-    optim.schedule=wsd, and may differ only in their length, their decay and what they keep."""
+    optim.schedule=wsd. They may differ only in their length, their decay, what they log, validate
+    and keep, how the best checkpoint is chosen, and what is done at numerical trouble."""
     patience: int = Field(0, ge=0)
     """Stop after this many validations in a row that are not the best so far; 0 never stops
     early."""
@@ -267,16 +268,6 @@ class TrainConfig(Settings):
     only: tuple[str, ...] = ()
     """Train only these weights, such as ["embeddings.word", "mlm_head"]: names or prefixes, with
     the wildcards * and ?. All others are frozen. Empty: train all."""
-
-    @field_validator("trouble", mode="before")
-    @classmethod
-    def _no_rollback(cls, value: Any) -> Any:
-        if value == "rollback":
-            raise ValueError(
-                "train.trouble=rollback was removed: write train.trouble=skip, which drops the "
-                "update and goes on"
-            )
-        return value
 
     @field_validator("branch_from")
     @classmethod

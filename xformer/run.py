@@ -21,6 +21,7 @@ import errno
 import fcntl
 import hashlib
 import shutil
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,6 +103,11 @@ class State:
         """The progress of a run when it wrote this checkpoint."""
         content = read_json(checkpoint / "state.json")
         content.pop("last_scores", None)  # written by earlier versions
+        if unknown := content.keys() - cls.__dataclass_fields__.keys():
+            raise BadInput(
+                f"{checkpoint / 'state.json'} has the unknown key {min(unknown)}; a newer version "
+                "wrote it, so continue the run with that version"
+            )
         state = cls(**content)
         state.since_log = dict.fromkeys(SINCE_LOG, 0.0) | state.since_log
         return state
@@ -149,12 +155,10 @@ class Run:
             _refuse_other_settings(path, earlier, config)
         make_directory(path, "run=")
         lock = (path / ".lock").open("a")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _locks(lock):
             raise BadInput(
                 f"run={path} is in use by another process; stop it, or give another directory"
-            ) from None
+            )
         if overwrite:
             _delete_run(path)
         return cls(path, lock, earlier)
@@ -173,7 +177,7 @@ class Run:
         reported."""
         for aside in (self.path / "checkpoints").glob(f".step_*{ASIDE}"):
             put_back(aside.with_name(aside.name.split(".")[1]))
-        for path in sorted(self._checkpoints(), key=_step, reverse=True):
+        for path in reversed(self._checkpoints().values()):
             try:
                 checkpoints.verify(path)
             except (BadInput, OSError) as error:
@@ -224,8 +228,8 @@ class Run:
         for folder in ("checkpoints", "trajectory"):
             for leftover in (self.path / folder).glob(".*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-        trajectory = (self.path / "trajectory").glob("step_*")
-        self._delete([path for path in trajectory if step == 0 or _step(path) > step])
+        kept = checkpoints.by_step(self.path / "trajectory")
+        self._delete([path for at, path in kept.items() if step == 0 or at > step])
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write the manifest, then result.json, whose presence marks the run as finished."""
@@ -242,9 +246,9 @@ class Run:
     def prune(self, best_step: int, keep_last: int, keep_every: int) -> None:
         """Delete all checkpoints except the newest `keep_last`, one every `keep_every` steps, and
         the best one."""
-        older = sorted(self._checkpoints(), key=_step)[:-keep_last]
-        every = [path for path in older if keep_every and _step(path) % keep_every == 0]
-        self._delete([p for p in older if p not in every and _step(p) != best_step])
+        kept = self._checkpoints()
+        older = [step for step in list(kept)[:-keep_last] if step != best_step]
+        self._delete([kept[step] for step in older if not keep_every or step % keep_every])
 
     def verify_selected(self) -> None:
         """Raise BadInput if the selected checkpoint, the only one of a finished run, is damaged."""
@@ -260,7 +264,7 @@ class Run:
         other checkpoints."""
         selected = checkpoints.resolve(self.path)
         checkpoints.forget_state(selected)  # first, because this marks the run as not extendable
-        self._delete([path for path in self._checkpoints() if path != selected])
+        self._delete([path for path in self._checkpoints().values() if path != selected])
 
     def _delete(self, paths: list[Path]) -> None:
         for path in paths:
@@ -272,12 +276,8 @@ class Run:
         """Whether a checkpoint was written, damaged or not."""
         return bool(self._checkpoints())
 
-    def _checkpoints(self) -> list[Path]:
-        return [p for p in (self.path / "checkpoints").glob("step_*") if p.is_dir()]
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
+    def _checkpoints(self) -> dict[int, Path]:
+        return checkpoints.by_step(self.path / "checkpoints")
 
 
 def _delete_run(path: Path) -> None:
@@ -318,7 +318,7 @@ def read_config(path: Path) -> Any:
 
 def _trained_dropout(run: Path) -> dict[str, Any]:
     """The dropout settings of a run's first checkpoint; {} if no checkpoint can be read."""
-    for trained in sorted(run.glob("checkpoints/step_*"), key=lambda p: (len(p.name), p.name)):
+    for trained in checkpoints.by_step(run / "checkpoints").values():
         with suppress(BadInput, KeyError, TypeError, ValidationError):
             model = ModelConfig(**read_json(trained / "config.json")["model"])
             return model.model_dump(mode="json", include=set(DROPOUT))
@@ -345,11 +345,23 @@ def is_finished(path: Path) -> bool:
     return (path / "result.json").is_file()
 
 
+def _locks(lock: TextIO) -> bool:
+    """Lock a run for this process. Returns whether that was possible. It tries for half a second,
+    because `in_use` holds the lock for an instant."""
+    for _ in range(6):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.1)
+    return False
+
+
 def in_use(path: Path) -> bool:
     """Whether a process on this machine has the lock of a run, so that the run is in progress."""
     try:
         with (path / ".lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:  # the lock file does not exist

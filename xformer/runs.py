@@ -37,6 +37,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from xformer import checkpoint as checkpoints
 from xformer.config import (
     Settings,
     flat,
@@ -215,7 +216,7 @@ def summary(path: Path, name: str) -> RunSummary:
         scores = {f"valid {m}": v for m, v in validated if m not in SILENT}
     metric = recipe.train.metric or TASKS[recipe.head](Head(recipe.head)).default_metric(None)
     train, steps = newest.get("train", {}), recipe.train.steps
-    kept = [int(p.name.removeprefix("step_")) for p in path.glob("checkpoints/step_*")]
+    kept = checkpoints.by_step(path / "checkpoints")
     step = max([0, *kept, *(record["step"] for record in log[-1:])])
     job = path.with_suffix(".toml")  # a study writes its recipes beside its runs
     return RunSummary(

@@ -43,7 +43,8 @@ def run(main: Callable[[], None]) -> None:
     rank_zero = os.environ.get("RANK", "0") == "0"
     status, lines = 0, tuple[str, ...]()
     try:
-        check_system()
+        if sys.platform != "linux":
+            raise BadInput(f"xformer runs on Linux only, not on {sys.platform}")
         main()
     except BadInput as error:
         status, lines = error.status, error.lines
@@ -51,7 +52,8 @@ def run(main: Callable[[], None]) -> None:
         status, lines = error.status, (str(error),)
     except KeyboardInterrupt:
         status, lines = 128 + signal.SIGINT, ("interrupted",)
-    except BrokenPipeError:
+    except BrokenPipeError:  # whoever read standard output, such as `head`, has ended
+        status = 128 + signal.SIGPIPE
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         if error.errno not in OF_THE_DISK:
@@ -60,12 +62,6 @@ def run(main: Callable[[], None]) -> None:
     if rank_zero:
         say(*(one_line(f"error: {x}" if status < 128 else x) for x in lines), error=True)
     sys.exit(status)
-
-
-def check_system() -> None:
-    """Raise BadInput on a system that is not supported."""
-    if sys.platform != "linux":
-        raise BadInput(f"xformer runs on Linux only, not on {sys.platform}")
 
 
 def as_command(name: str) -> None:

@@ -24,6 +24,7 @@ from xformer.config import flat, load, parse_overrides
 from xformer.data import mapping
 from xformer.data.batch import Batch
 from xformer.data.display import format_number, say
+from xformer.data.files import read_run_json
 from xformer.data.hashing import key
 from xformer.freeze import chosen, freeze
 from xformer.guard import Guard
@@ -332,5 +333,6 @@ def _leave(setup: Setup, run: Run) -> None:
         setup.ranks.on_rank_zero(run.forget_state)
     if setup.ranks.rank == 0:
         say(f"{run.path} is finished: see {run.path / 'result.json'}", error=True)
-        if note := setup.trajectory.missing(run.path, max(setup.trajectory.steps, default=0)):
+        reached = read_run_json(run.path / "result.json")["steps"]
+        if note := setup.trajectory.missing(run.path, reached):
             say(note, error=True)

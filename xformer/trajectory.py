@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xformer import checkpoint as checkpoints
-from xformer.checkpoint import Checkpoint
 from xformer.data.display import one_line
 from xformer.data.errors import BadInput, typed
 from xformer.data.sampler import Stream
@@ -272,17 +271,12 @@ class Trajectory:
         return f"{number:,} checkpoint{'s' if number > 1 else ''} of {_size(self.bytes)}"
 
 
-def plan(keep_at: str | Sequence[int | str], timeline: Timeline, start: Checkpoint) -> Trajectory:
-    """The trajectory of a run that starts from a checkpoint. Raises BadInput as `steps_of` does."""
-    return Trajectory(steps_of(keep_at, timeline), checkpoints.size(start))
-
-
 def _replaced(run: Path, step: int) -> Iterator[Path]:
     """The files of checkpoints that are deleted when a run starts or continues at a step."""
-    for place in run.glob("*/step_*"):
-        at = place.name.removeprefix("step_")
-        if at.isdigit() and (step == 0 or int(at) > step):
-            yield from (file for file in place.rglob("*") if file.is_file())
+    for folder in ("checkpoints", "trajectory"):
+        for at, place in checkpoints.by_step(run / folder).items():
+            if step == 0 or at > step:
+                yield from (file for file in place.rglob("*") if file.is_file())
 
 
 def _size(count: int) -> str:

@@ -87,10 +87,11 @@ def _model(run: Path, config: dict[str, Any]) -> dict[str, Any]:
     if config["init"] is None:
         model: dict[str, Any] = config["model"]
         return model
-    trained = next(run.glob("checkpoints/step_*"), None)
-    if trained is None:
+    trained = checkpoints.by_step(run / "checkpoints")
+    if not trained:
         raise BadInput(f"{run} has no checkpoint to read its dropout from")
-    return checkpoints.load(trained).config.model_dump(mode="json", include=set(DROPOUT))
+    checkpoint = checkpoints.load(next(iter(trained.values())))
+    return checkpoint.config.model_dump(mode="json", include=set(DROPOUT))
 
 
 def _make(config: dict[str, Any], environment: dict[str, Any], again: Path, steps: int) -> None:

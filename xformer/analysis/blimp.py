@@ -24,7 +24,6 @@ from xformer import checkpoint as checkpoints
 from xformer.analysis import drawing
 from xformer.analysis.examples import names_of
 from xformer.analysis.subcommand import NameList, Output, Subcommand, publish
-from xformer.convert.recorded import step_of
 from xformer.data import style
 from xformer.data.display import say
 from xformer.data.errors import BadInput
@@ -95,10 +94,8 @@ def run(paths: list[str], config: BlimpConfig) -> None:
 def kept(path: str) -> list[tuple[int | None, Path]]:
     """The checkpoints that a run kept, with their steps in order; of any other run or checkpoint
     one, without a step."""
-    folder = Path(path) / "trajectory"
-    inside = folder.iterdir() if folder.is_dir() else ()
-    steps = {step: place for place in inside if (step := step_of(place)) is not None}
-    return sorted(steps.items()) or [(None, checkpoints.resolve(path))]
+    steps = checkpoints.by_step(Path(path) / "trajectory")
+    return [*steps.items()] or [(None, checkpoints.resolve(path))]
 
 
 def _check_steps(places: list[tuple[str, list[tuple[int | None, Path]]]]) -> None:

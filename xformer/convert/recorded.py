@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xformer import checkpoint as checkpoints
 from xformer.data.errors import BadInput
 from xformer.data.files import read_run_json, selected
 from xformer.data.joined import open_stores
@@ -45,7 +46,7 @@ def training_of(path: Path) -> Training | None:
     Raises BadInput if a file of the run is damaged.
     """
     run = path.parent.parent
-    step = step_of(path)
+    step = checkpoints.step_of(path)
     if path.parent.name not in FOLDERS or step is None or not (run / "config.json").is_file():
         return None
     content = read_run_json(run / "config.json")
@@ -58,12 +59,6 @@ def training_of(path: Path) -> Training | None:
         return Training(starts, key, _recorded_scores(run, path, step), store)
     except (KeyError, TypeError) as error:
         raise BadInput(f"{run / 'config.json'} is damaged: {error!r}") from None
-
-
-def step_of(path: Path) -> int | None:
-    """The step of a checkpoint in a run's directory; None if the name is not that of a step."""
-    step = path.name.removeprefix("step_")
-    return int(step) if step.isdecimal() and step != path.name else None
 
 
 def _stores(config: dict[str, Any]) -> list[str]:

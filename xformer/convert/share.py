@@ -9,7 +9,7 @@ from xformer.checkpoint import Checkpoint
 from xformer.convert import hf
 from xformer.convert.card import Card
 from xformer.convert.names import Family
-from xformer.convert.recorded import step_of, training_of
+from xformer.convert.recorded import training_of
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory, write_text
 
@@ -56,13 +56,12 @@ def export_trajectory(run: Path, out: Path, license: str, overwrite: bool) -> li
 
     An unfinished run has no `main`. Raises BadInput if the run kept no checkpoints.
     """
-    folder = (run / "trajectory").iterdir() if (run / "trajectory").is_dir() else ()
-    places = {step: path for path in folder if (step := step_of(path)) is not None}
+    places = checkpoints.by_step(run / "trajectory")
     if not places:
         raise BadInput(
             f"{run} has no trajectory; --trajectory needs a run that was made with train.keep_at"
         )
-    names = {f"step-{step}": places[step] for step in sorted(places)}
+    names = {f"step-{step}": place for step, place in places.items()}
     if (run / "result.json").is_file():
         names["main"] = checkpoints.resolve(run)
     with atomic_directory(out, overwrite) as directory:

@@ -35,11 +35,19 @@ def escaped(text: str) -> str:
 
 def say(*lines: str, error: bool = False) -> None:
     """Print each argument as one escaped line on standard output, or on standard error if `error`
-    is true."""
+    is true. If nobody reads standard error any more, the work goes on without it.
+
+    Raises BrokenPipeError if nobody reads standard output any more.
+    """
     stream = sys.stderr if error else sys.stdout
-    for line in lines:
-        with _above_bars(stream):
-            print(escaped(line), file=stream, flush=True)
+    try:
+        for line in lines:
+            with _above_bars(stream):
+                print(escaped(line), file=stream, flush=True)
+    except BrokenPipeError:
+        if not error:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def say_at_once(line: str) -> None:
