@@ -419,6 +419,11 @@ def test_shift_is_the_formula_of_the_paper(tmp_path: Path, minilm: Path) -> None
     shown = " ".join(tokenizer.pieces[i] for i in table[ids])
     assert shown == "canadian franz ##me 1988 ##pia leader watch sports czech at at at"
     assert table.tolist() == [(i + 1000) % 30522 for i in range(30522)]
+    large = mapping.build_mapping(
+        f"shift:{10**30 * 30522 + 7}", open_store(tmp_path / "s"), tokenizer
+    )
+    assert large is not None
+    assert large[:2].tolist() == [7, 8]
 
 
 @pytest.fixture

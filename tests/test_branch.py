@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,14 @@ from helpers import SMOKE, Forks, good, refused, training
 from test_train import AT_STEP, content, log, timeless
 from toys import Toys
 
+from xformer.checkpoint import by_step
 from xformer.config import validate
+from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
 from xformer.optim import OptimConfig, learning_rate
 from xformer.recipe import Recipe
 from xformer.rows import batches_of
-from xformer.run import SINCE_LOG, State
+from xformer.run import SINCE_LOG, Run, State, in_use
 
 WSD = ["optim.schedule=wsd", "train.select=last", "train.log_every=1", "train.validate_every=50"]
 LONG = [*WSD, "optim.warmup=3", "train.keep_every=4"]
@@ -52,6 +56,31 @@ def test_the_state_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     state = State.read(tmp_path)
     assert (state.step, state.since_log["loss"]) == (3, 1.5)
     assert state.since_log.keys() == set(SINCE_LOG)
+    write_json(tmp_path / "state.json", {"step": 3, "sun": 1})
+    with pytest.raises(BadInput, match=r"state.json has the unknown key sun; a newer version"):
+        State.read(tmp_path)
+
+
+def test_a_copy_of_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    for name in ("step_5", "step_10", "step_5_copy", "step_05", "damaged_step_3"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert list(by_step(tmp_path / "checkpoints")) == [5, 10]
+    Run(tmp_path).prune(0, 1, 0)
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step_10", "step_5_copy", "step_05", "damaged_step_3"}
+
+
+def test_who_looks_at_a_run_does_not_keep_it_from_starting(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    with (tmp_path / ".lock").open() as watcher:
+        fcntl.flock(watcher, fcntl.LOCK_SH)
+        assert not in_use(tmp_path)  # another one may look at the same time
+        threading.Timer(0.2, fcntl.flock, (watcher, fcntl.LOCK_UN)).start()
+        run = Run.open(tmp_path, {"identity": {}}, False)
+    assert in_use(tmp_path)
+    with pytest.raises(BadInput, match="is in use by another process"):
+        Run.open(tmp_path, {"identity": {}}, False)
+    del run
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -81,7 +110,8 @@ def test_a_branch_equals_the_run_that_decayed_there(
 ) -> None:
     """Weights, moments, log and scores are the same bit for bit. The branch is killed once."""
     run = tmp_path / "branch"
-    line = training(SMOKE, data.text, run, *SHORT, branching(runs, step))
+    marks = "train.keep_at=[2, 10]"  # the other run took step 2
+    line = training(SMOKE, data.text, run, *SHORT, branching(runs, step), marks)
     killer = AT_STEP.format(step=11, signal="SIGKILL", ranks="0")
     first = forks.run(*line, before=killer)
     assert "of 12 steps: warm-up in the first 3, decay in the last 4\n" in first.err
@@ -89,6 +119,8 @@ def test_a_branch_equals_the_run_that_decayed_there(
     assert first.status == -signal.SIGKILL
     again = good(forks.run(*line)).err
     assert ("continuing" in again) == (step == 4)  # it has written a checkpoint at step 8
+    assert [path.name for path in (run / "trajectory").iterdir()] == ["step_10"]
+    assert "trajectory lacks" not in again
     short, branch = content(runs["short"]), content(run)
     ends = branch["log"][-3:]
     assert ends == short["log"][-3:]

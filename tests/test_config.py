@@ -87,6 +87,7 @@ def test_a_value_is_toml_else_a_bare_string() -> None:
         assert settings(f"name={text}").name == text  # the key takes a string
         assert settings(f"data={text}").data == text
     assert settings("name=[1]").name == "[1]"
+    assert settings('name=1\ndata = "x"').name == '1\ndata = "x"'  # not two settings
 
 
 def test_paths_are_one_path_or_a_list() -> None:

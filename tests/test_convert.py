@@ -27,7 +27,7 @@ from xformer.convert import hf
 from xformer.data import errors
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
-from xformer.data.files import read_json, write_json
+from xformer.data.files import file_checksum, read_json, write_json
 from xformer.data.store import Ragged, Split
 from xformer.evaluate import fill_mask
 from xformer.parallel.feed import to_device
@@ -689,7 +689,11 @@ def test_shards_are_read(
     shutil.copytree(plain_families[family], tmp_path / "source")
     shards(tmp_path / "source", form)
     assert_same(tmp_path / "source", plain_families[family])
-    assert hf.from_hf(tmp_path / "source").left == []
+    imported = hf.from_hf(tmp_path / "source")
+    assert imported.left == []
+    sums = imported.checkpoint.history[-1]["shards"]
+    assert sums == {name: file_checksum(tmp_path / "source" / name) for name in sums}
+    assert len(sums) > 1
 
 
 @pytest.mark.parametrize("family", FAMILY)

@@ -19,7 +19,8 @@ from xformer import cost
 from xformer.data.batch import Workload
 from xformer.model.config import ModelConfig
 from xformer.ops.native import only_plain
-from xformer.tasks.task import Model, Task
+from xformer.tasks.known import TASKS
+from xformer.tasks.task import Head, Model, Task
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -101,6 +102,14 @@ def test_operations_of_the_convolutional_network() -> None:
     )
     actual = counted(initialised(config, FOUR))
     assert actual == cost.training_flops(config, FOUR, work(False))
+
+
+def test_a_probe_has_no_backward_pass_through_the_encoder() -> None:
+    probe = TASKS["classify"](Head("classify", ("a", "b"), layer=1))
+    forward = cost.forward_flops(BASE, probe, work(False))
+    head = probe.head_flops(BASE, work(False))
+    assert 0 < head < forward / 100
+    assert cost.training_flops(BASE, probe, work(False)) == forward + 2 * head
 
 
 def test_evaluation_is_a_third_of_training() -> None:

@@ -428,6 +428,18 @@ def test_a_folder_of_predictions_may_be_the_working_directory(
     assert parse_arguments([".", "data=store", "out=../../mine.json"]).out == "../../mine.json"
 
 
+@pytest.mark.parametrize("mark", ["store.json", "manifest.json", "tokenizer_meta.json"])
+def test_nothing_is_written_into_stores_and_checkpoints(tmp_path: Path, mark: str) -> None:
+    (tmp_path / mark).write_text("{}")
+    with pytest.raises(BadInput, match=r"config\.json cannot be written: .* is a"):
+        parse_arguments([".", "data=store", f"out={tmp_path}/config.json"])
+
+
+def test_scores_are_no_csv() -> None:
+    with pytest.raises(BadInput, match=r"a.csv: scores are written as JSON; give a name that ends"):
+        parse_arguments([".", "data=store", "out=a.csv"])
+
+
 def test_votes_are_those_of_a_plain_loop() -> None:
     """Each segment votes for a class, and the mean probability breaks ties."""
     draw = np.random.default_rng(0)

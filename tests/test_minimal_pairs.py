@@ -261,6 +261,7 @@ def test_the_mapping_of_training_is_used(learned: dict[str, Path]) -> None:
     [
         ("", "holds no pairs"),
         ('{"sentence_good": "a"}\n', "line 1: not JSON with two texts"),
+        (r'{"sentence_good": "\ud800", "sentence_bad": "b"}' + "\n", "line 1: not JSON with two"),
         (as_line("a b", " "), "line 1: not JSON with two texts"),
         (as_line("a", "b") + "[1]\n", "line 2: not JSON with two texts"),
         (as_line("a", "b" * 3).encode() + b"\xff", "is not text in UTF-8"),

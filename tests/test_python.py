@@ -278,6 +278,12 @@ def test_wrong_tensors_are_refused() -> None:
         Model(cnn)(ids)
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 1000)])
+def test_no_tokens_have_no_states(shape: tuple[int, int]) -> None:
+    states = small_model()(torch.zeros(shape, dtype=torch.long))
+    assert states.shape == (*shape, small_model().config.hidden)
+
+
 # ------------------------------------------------------------------------- one's own loops
 
 
@@ -381,6 +387,8 @@ def test_rows_of_any_iterator_become_a_store(english: Checkpoint, tmp_path: Path
         ({"train": [("a", "z")]}, "xy", "the label 'z' is neither one of x, y nor"),
         ({"train": [("a", 2)]}, "xy", "the label 2 is neither one of x, y nor"),
         ({"train": [("a", "x")]}, (), "the label 'x' is not a number; give the names"),
+        ({"train": ["a"]}, "xy", r"labels=\['x', 'y'\]: the rows are texts alone"),
+        ({"train": [("a", "x")]}, "xx", r"labels=\['x', 'x'\]: a class is named twice"),
     ],
 )
 def test_rows_that_are_refused(
@@ -394,6 +402,10 @@ def test_rows_that_are_refused(
 def test_texts_and_labels_must_be_equally_many(english: Checkpoint) -> None:
     with pytest.raises(ValueError, match="there are 2 tokens, 1 label"):
         split_of(english.tokenizer, ["a", "b"], labels=[1])
+    with pytest.raises(BadInput, match="give a list of texts, not a single text"):
+        pack(english.tokenizer, "hello")
+    with pytest.raises(BadInput, match=r"masking=1.5 is not a probability"):
+        pack(english.tokenizer, ["hello"], masking=1.5)
 
 
 # --------------------------------------------------------------------------- paths

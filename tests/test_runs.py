@@ -223,6 +223,7 @@ def test_what_is_not_a_run_costs_a_line(
         (("{runs}", "csv={none}/a.txt"), "give a name that ends in .csv"),
         (("{runs}", "csv={none}/x/a.csv"), "x is not a directory; make it first"),
         (("rows", "{runs}", "step=1"), "is not a run: it lacks the config.json that"),
+        (("{runs}", ""), " is a second directory; give one directory"),
         (("rows", "{runs}/b9"), "step must be given: step=..."),
         (("rows", "{runs}/b9", "3"), "'3' is not of the form key=value; write step=3"),
         (("rows", "{runs}/b9", "step=0"), "step=0: input should be greater than or equal to 1"),

@@ -5,6 +5,7 @@ the official script. A toy SQuAD is learned and predicted.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,21 @@ def test_hidden_answers_are_not_scored(store: Path) -> None:
     assert set(span.by_question(random_outputs(split, 0), split)) == {"0-0", "0-1", "0-2"}
 
 
+def test_tables_and_losses_know_which_questions_have_answers(store: Path) -> None:
+    split = open_store(store).split("train")
+    outputs = random_outputs(split, 3)
+    outputs[:, 0] = 99.0  # "no answer" wins everywhere, and some questions have none
+    assert set(span.by_question(outputs, split).values()) == {""}
+    columns = {**split.columns, "question.input": split.columns["question.id"]}
+    assert set(task("span").table(outputs, replace(split, columns=columns))["answer"]) == {""}
+    made = predictions(outputs, split)
+    assert made.questions is not None
+    right = [answers if i % 2 else None for i, answers in enumerate(made.questions.right)]
+    half = replace(made, questions=replace(made.questions, right=right))
+    windows = outputs[made.arrays["group"] % 2 == 1]
+    assert half.metrics()["loss"] == pytest.approx(windows[:, 4].mean())
+
+
 # ------------------------------------------------------------------------------------- metrics
 
 
@@ -291,13 +307,13 @@ def test_thresholds_equal_the_official_script(shared: Path, name: str) -> None:
     none = np.array([float(not w) for w in wanted])
     for threshold in (0.0, -0.7, 1.5):
         scores = np.where(margin[:, None] > threshold, none[:, None], each)
-        ours = span.squad(span.answered(texts, margin, threshold), wanted)
+        ours = span.squad(span.answered(texts, margin, wanted, threshold), wanted)
         assert [ours["exact_match"], ours["f1"]] == pytest.approx(scores.mean(0), rel=1e-12)
         for kind, which in (("answerable_", none == 0), ("unanswerable_", none == 1)):
             assert ours[f"{kind}f1"] == pytest.approx(scores[which, 1].mean(), rel=1e-12)
-    everything = span.answered(texts, margin, 99.0)  # all margins are below this threshold
+    everything = span.answered(texts, margin, wanted, 99.0)  # all margins are below this threshold
     assert 100 * span.squad(everything, wanted)["f1"] == pytest.approx(OFFICIAL[name][1])
-    nothing = span.squad(span.answered(texts, margin, -99.0), wanted)
+    nothing = span.squad(span.answered(texts, margin, wanted, -99.0), wanted)
     assert nothing["exact_match"] == nothing["f1"] == pytest.approx(5945 / 11873)
     # the script's find_best_thresh, line by line
     current = best = none.sum()
@@ -309,7 +325,7 @@ def test_thresholds_equal_the_official_script(shared: Path, name: str) -> None:
     ours = span.squad_with_threshold(texts, margin, wanted)
     assert ours["best_f1"] == pytest.approx(best / 11873, rel=1e-12)
     assert ours["best_threshold"] == at
-    best_answers = span.squad(span.answered(texts, margin, at), wanted)
+    best_answers = span.squad(span.answered(texts, margin, wanted, at), wanted)
     assert best_answers["f1"] == pytest.approx(ours["best_f1"], rel=1e-12)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from pathlib import Path
@@ -161,6 +163,29 @@ def test_another_system_is_refused_in_one_line() -> None:
     )
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == "error: xformer runs on Linux only, not on darwin\n"
+
+
+def test_a_reader_that_ends_early() -> None:
+    """Nobody needs to read the progress on standard error. What nobody reads on standard output was
+    asked for, so the status says that it is missing."""
+    code = (
+        "from xformer.data.display import say\n"
+        "from xformer.start import run\n"
+        "def work():\n"
+        "    for i in range(20_000): say(f'{i}', error=True)\n"
+        "    open('{}', 'w').close()\n"
+        "    for i in range(20_000): say(f'{i}')\n"
+        "run(work)"
+    )
+    for read, status in (("2>&1 >/dev/null", 0), ("", 141)):
+        with tempfile.TemporaryDirectory() as place:
+            script = code.replace("{}", f"{place}/done")
+            line = f"{shlex.join([sys.executable, '-c', script])} {read} | head -n 1"
+            line = f"{line} >/dev/null; exit ${{PIPESTATUS[0]}}"
+            ended = subprocess.run(
+                ["bash", "-c", line], cwd=ROOT, stderr=subprocess.DEVNULL, check=False
+            )
+            assert (ended.returncode, (Path(place) / "done").exists()) == (status, True)
 
 
 def test_nobody_is_sent_to_another_projects_package() -> None:

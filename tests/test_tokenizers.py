@@ -545,6 +545,25 @@ def test_bert_s_options_are_those_of_transformers(tmp_path, lowercase, accents, 
     )
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"1": {"content": "x"}}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}'),
+        ("tokenizer_config.json", '{"mask_token": {"special": true}}'),
+        ("added_tokens.json", "[1]"),
+        ("added_tokens.json", '{"x": "1", "y": 2}'),
+        ("tokenizer.json", "[]"),
+    ],
+)
+def test_damaged_added_tokens_are_refused(tmp_path, file, content):
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]
+    path = folder(tmp_path / "x", {"vocab.txt": "\n".join(pieces).encode()}, {})
+    (path / file).write_text(content)
+    with pytest.raises(BadInput):
+        published.import_tokenizer(path / "vocab.txt")
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_published_vocabulary_gives_text_no_special_id(pairs, name):
     ours = pairs[name].ours

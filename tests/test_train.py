@@ -233,6 +233,7 @@ train.run_validation = validate
         "train.steps=50",
         "train.validate_every=2",
         "train.log_every=5",
+        "train.keep_at=[2, 30]",
     ]
     runs = [tmp_path / "straight", tmp_path / "stopped"]
     good(forks.run(*training(SMOKE, data.text, runs[0], *patient), before=prescribed))
@@ -251,6 +252,9 @@ train.run_validation = validate
     assert result(runs[1])["selected"] == "checkpoints/step_6"
     kept = {p.name for p in (runs[1] / "checkpoints").iterdir()}
     assert kept == {"step_6", "step_10", "step_12"}  # the best, and the newest two
+    again = good(forks.run(*line)).err
+    assert "is finished: see" in again
+    assert "trajectory lacks" not in again  # step 30 was never reached
 
 
 def test_valid_is_scored_once(forks: Forks, data: Toys, tmp_path: Path) -> None:

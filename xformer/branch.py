@@ -14,10 +14,11 @@ from xformer import checkpoint as checkpoints
 from xformer.config import validate
 from xformer.data.errors import BadInput
 from xformer.data.files import near
+from xformer.data.outputs import is_run
 from xformer.monitor import Monitor
 from xformer.prepare import Setup, identity_of, stable_phase
 from xformer.recipe import Recipe
-from xformer.run import FREE, State, changes, completed, differences, is_run, read_config
+from xformer.run import FREE, State, changes, completed, differences, read_config
 
 # A branch may differ from the other run in these settings and in FREE, because they do not change a
 # step before the decay.

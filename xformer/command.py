@@ -117,12 +117,6 @@ def _help() -> str:
     return "\n".join([*lines, "", end])
 
 
-def _preprocess() -> None:
-    from xformer.preprocess.cli import main
-
-    main()
-
-
 def _train() -> None:
     from xformer.train import main
 
@@ -138,13 +132,6 @@ def _evaluate() -> None:
     main(write_rows)
 
 
-def _runs() -> None:
-    from xformer import runs
-
-    _explain(runs.__doc__)
-    runs.main()
-
-
 def _encode() -> None:
     from xformer.encode import main
     from xformer.preprocess.tasks.predict import read_texts
@@ -154,10 +141,10 @@ def _encode() -> None:
 
 
 def _program(name: str) -> Callable[[], None]:
-    """A function that imports the package xformer.NAME and calls its main function."""
+    """A function that imports the module xformer.NAME and calls its main function."""
 
     def main() -> None:
-        module = import_module(f"xformer.{name}.__main__")
+        module = import_module(f"xformer.{name}")
         _explain(module.__doc__)
         module.main()
 
@@ -207,24 +194,26 @@ def portable(path: Path) -> str:
 
 
 COMMANDS = {
-    "preprocess": Command("Turn raw files into stores for training.", _preprocess),
+    "preprocess": Command("Turn raw files into stores for training.", _program("preprocess.cli")),
     "train": Command("Pre-train or fine-tune a model, as a recipe says.", _train),
     "evaluate": Command("Score a checkpoint, fill masks, or predict raw rows.", _evaluate),
     "encode": Command("Turn texts into vectors, one vector per text.", _encode),
     "convert": Command(
         "Import and export Hugging Face checkpoints, and describe a checkpoint.",
-        _program("convert"),
+        _program("convert.__main__"),
     ),
-    "surgery": Command("Modify the weights of a checkpoint.", _program("surgery")),
+    "surgery": Command("Modify the weights of a checkpoint.", _program("surgery.__main__")),
     "analyze": Command(
         "Analyse checkpoints: PWCCA, attention, Jacobians, gradients and more.",
-        _program("analysis"),
+        _program("analysis.__main__"),
     ),
     "study": Command(
         "Train many runs as a study, and compare them with published numbers.",
-        _program("study"),
+        _program("study.__main__"),
     ),
-    "runs": Command("List and compare runs, or print the rows of a training step.", _runs),
+    "runs": Command(
+        "List and compare runs, or print the rows of a training step.", _program("runs")
+    ),
     "recipes": Command("List the recipes that come with the package, or print one.", _recipes),
 }
 

@@ -23,7 +23,7 @@ from xformer.data.batch import CHUNK
 from xformer.data.display import say
 from xformer.data.errors import BadInput, typed
 from xformer.data.files import what_is, write_bytes
-from xformer.evaluate import check_writable
+from xformer.data.outputs import check_writable
 from xformer.parallel import processes
 from xformer.parallel.processes import SystemConfig
 from xformer.texts import Pooling, check_pooling

@@ -8,7 +8,6 @@ if __name__ == "__main__":  # `python -m xformer.evaluate`: before torch is impo
     as_command("evaluate")
 
 import csv
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -30,8 +29,9 @@ from xformer.data import mapping
 from xformer.data.batch import Assembler, Batch
 from xformer.data.display import put, say
 from xformer.data.errors import BadInput, typed
-from xformer.data.files import write_text
+from xformer.data.files import write_json, write_text
 from xformer.data.joined import open_stores
+from xformer.data.outputs import check_writable
 from xformer.data.store import Store, open_store
 from xformer.data.tokenizers import Tokenizer, load_tokenizer, unknown_note
 from xformer.minimal_pairs import PLL
@@ -40,7 +40,6 @@ from xformer.parallel import processes
 from xformer.parallel.precision import fast_on, reason_for_bf16, speed_note
 from xformer.parallel.processes import ALONE, Ranks, SystemConfig
 from xformer.predictions import write
-from xformer.run import OWN, is_run
 from xformer.scoring import check_kind, longest_remedy, outputs_of, score
 from xformer.tasks.task import Task, as_table, check_finite, to_device
 
@@ -150,6 +149,12 @@ def _with_masks(tokenizer: Tokenizer, text: str, longest: int) -> Batch[np.ndarr
 
     Raises BadInput if the text has no mask token, or more than `longest` tokens.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadInput(
+            f"text={text!r} is not UTF-8; type it in a terminal that uses UTF-8"
+        ) from None
     mask, mask_token = tokenizer.special["mask"], tokenizer.pieces[tokenizer.special["mask"]]
     parts = text.split(mask_token)
     if len(parts) == 1:
@@ -243,6 +248,8 @@ def parse_arguments(arguments: list[str]) -> EvaluateConfig:
     table = config.predictions or (config.out if config.input else None)
     if table and table.lower().endswith(".csv"):
         raise BadInput(f"{table}: the table is separated by tabs; give a name that ends in .tsv")
+    if config.data and config.out and config.out.lower().endswith(".csv"):
+        raise BadInput(f"{config.out}: scores are written as JSON; give a name that ends in .json")
     files: dict[Path, str] = {}
     for name in ("input", "blimp", "out", "predictions"):
         if file := getattr(config, name):
@@ -272,25 +279,6 @@ def with_precision_of_training(
         precision, why = fast_on(reasons)
     system = config.system.model_copy(update={"precision": precision})
     return config.model_copy(update={"system": system}), f"precision {precision} ({why})"
-
-
-def check_writable(output: Path) -> None:
-    """Raise BadInput if an output file cannot be written, or would replace a file of a run."""
-    folder = output.parent.resolve()
-    if not folder.is_dir():
-        raise BadInput(
-            f"{output} cannot be written: {output.parent} is not a directory; make it first, or "
-            "give another file"
-        )
-    for run in (folder, *folder.parents[:2]):
-        first = output.name if run == folder else folder.relative_to(run).parts[0]
-        if first in OWN and is_run(run / "config.json"):
-            raise BadInput(
-                f"{output} cannot be written: only the run itself writes {run / first}; give "
-                "another file"
-            )
-    if output.is_dir():
-        raise BadInput(f"{output} cannot be written: it is a directory; give a file")
 
 
 def _fill_masks(checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks) -> None:
@@ -345,7 +333,7 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     assembler = assembler_for(checkpoint, store, config.split, config.mapping)
     task = checkpoint.task
     assert task is not None
-    if config.predictions and not _wants_arrays(config) and not task.has_table:
+    if config.predictions and not _wants_arrays(config) and task.predicts_masked:
         raise BadInput(
             f"predictions={config.predictions}: an MLM head has no table; give a name that ends in "
             ".npz for the loss of every row"
@@ -369,7 +357,7 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
             "precision": config.system.precision,
             "metrics": scores.metrics,
         }
-        write_text(Path(config.out), json.dumps(result, indent=1) + "\n")
+        write_json(Path(config.out), result)
     if config.predictions and _wants_arrays(config):
         write(Path(config.predictions), scores.predictions, store.key)
     elif config.predictions:
@@ -402,7 +390,7 @@ def _score_pairs(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
             "tokenizer": config.tokenizer,
             "precision": precision,
         }
-        write_text(Path(config.out), json.dumps(result | scores.summary(), indent=1) + "\n")
+        write_json(Path(config.out), result | scores.summary())
     if config.predictions:
         write_text(Path(config.predictions), as_table(scores.columns()))
     for phenomenon, paradigm, count, accuracy in table:
@@ -419,7 +407,7 @@ def _wants_arrays(config: EvaluateConfig) -> bool:
 
 
 def _check_threshold(config: EvaluateConfig, task: Task) -> None:
-    if config.threshold is not None and not task.takes_threshold:
+    if config.threshold is not None and not task.has_questions:
         raise BadInput(
             f"threshold= applies only to span heads, but this checkpoint's head is {task.name}: "
             "leave it out"

@@ -197,6 +197,7 @@ def _pair(line: str, paradigm: str, where: str) -> Pair:
     try:
         value = json.loads(line)
         good, bad = value["sentence_good"], value["sentence_bad"]
+        f"{good}{bad}".encode()  # half of a surrogate pair raises ValueError
     except (ValueError, RecursionError, KeyError, TypeError):
         good = bad = None
     if not (isinstance(good, str) and isinstance(bad, str) and good.strip() and bad.strip()):

@@ -21,6 +21,7 @@ from xformer.data.errors import BadInput, typed
 from xformer.data.joined import Joined, open_stores
 from xformer.data.masking import MaskSchedule
 from xformer.data.mixture import Mixture
+from xformer.data.outputs import is_run
 from xformer.data.sampler import Samples, Stream
 from xformer.data.store import Store
 from xformer.freeze import chosen, describe_frozen
@@ -31,7 +32,7 @@ from xformer.parallel.feed import Feed
 from xformer.parallel.precision import fast_on, reason_for_bf16
 from xformer.parallel.processes import Ranks
 from xformer.recipe import Recipe
-from xformer.run import Run, State, is_run, read_config
+from xformer.run import Run, State, read_config
 from xformer.scoring import check_kind
 from xformer.surgery import registry
 from xformer.tasks.classify import balanced

@@ -27,6 +27,7 @@ from xformer.data import style
 from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import make_directory, read_json, write_json
+from xformer.data.outputs import check_writable
 from xformer.data.store import open_store
 from xformer.study import pool
 from xformer.study.forecast import Forecast
@@ -100,6 +101,8 @@ def main(arguments: list[str]) -> None:
     directory = plan.root / f"{plan.study.path.stem}-{SCALE}"
     make_directory(directory, "output=")
     make_directory(Path(settings.record).parent, "record=")
+    if settings.record:
+        check_writable(Path(settings.record))
     outcomes = pool.run_plan(plan, pool.local(0, 1), lambda job, again: "")
     results = Results(plan)
     write_report(results, outcomes, directory)

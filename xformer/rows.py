@@ -21,12 +21,13 @@ from xformer.data.batch import Batch
 from xformer.data.display import put, say
 from xformer.data.errors import BadInput
 from xformer.data.joined import Joined, open_stores
+from xformer.data.outputs import is_run
 from xformer.data.sampler import Stream
 from xformer.data.tokenizers import Tokenizer
 from xformer.parallel.processes import ALONE
 from xformer.prepare import Setup, identity_of, prepare
 from xformer.recipe import Recipe
-from xformer.run import is_run, read_config
+from xformer.run import read_config
 from xformer.tasks.task import Table, as_table
 
 

@@ -46,6 +46,7 @@ from xformer.data.files import (
     write_json,
     write_text,
 )
+from xformer.data.outputs import FILES, FOLDERS, is_run
 from xformer.model.config import DROPOUT, ModelConfig
 from xformer.parallel.feed import Step
 from xformer.predictions import FOLDER
@@ -69,10 +70,6 @@ INHERITED = {f"model.{name}" for name in DROPOUT}
 HASHED = ("data", "init", "surgery")  # settings whose content, not their path, is compared
 # the number of samples in a run, with the setting that makes it decide
 SAMPLES = {"mixture.samples": "mixture.final", "masking.samples": "masking.final"}
-FOLDERS = ("checkpoints", "trajectory", FOLDER, "tensorboard", "profile")
-# the last one marks the directory as a run; earlier versions wrote dropped.json
-FILES = (RUN_MANIFEST, "result.json", "log.jsonl", "dropped.json", "code.diff", "config.json")
-OWN = {*FOLDERS, *FILES}  # what only the run itself writes into its directory
 LISTED = 6  # how many changed settings a message names
 
 # Values for the next line of the log, summed since the last line and over all ranks. "norm" is the
@@ -375,15 +372,6 @@ def kept_only_weights(path: Path) -> bool:
         return False
     selected = checkpoints.resolve(path)
     return (selected / "manifest.json").is_file() and not (selected / "state.json").is_file()
-
-
-def is_run(config: Path) -> bool:
-    """Whether this config.json belongs to a run. Checkpoints and other libraries also have files of
-    this name."""
-    if not config.exists():
-        return False
-    content = read_json(config)
-    return isinstance(content, dict) and "identity" in content
 
 
 def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ from xformer.config import (
 from xformer.data.display import UNLIMITED, columns, one_line, say
 from xformer.data.errors import BadInput
 from xformer.data.files import read_run_json, write_text
+from xformer.data.outputs import check_writable
 from xformer.model.config import DROPOUT, ModelConfig
 from xformer.monitor import SILENT, records
 from xformer.recipe import Recipe
@@ -101,7 +102,7 @@ def main() -> None:
 def _refuse_more(arguments: list[str]) -> None:
     """Raise BadInput if the first word is a misspelt `rows`, or if a second directory is given."""
     first, *others = arguments
-    more = [argument for argument in others if "=" not in argument and argument[0] != "-"]
+    more = [argument for argument in others if "=" not in argument and not argument.startswith("-")]
     if not Path(first).exists() and difflib.get_close_matches(first, ["rows"]):
         raise BadInput(f"{first} is not a directory of runs; did you mean rows?")
     if more:
@@ -155,8 +156,8 @@ def print_runs(directory: Path, file: str | None) -> None:
         raise BadInput(f"{directory} is not a directory; give one that has runs below it")
     if file is not None and Path(file).suffix != ".csv":
         raise BadInput(f"csv={file}: give a name that ends in .csv")
-    if file is not None and not Path(file).absolute().parent.is_dir():
-        raise BadInput(f"csv={file}: {Path(file).parent} is not a directory; make it first")
+    if file is not None:
+        check_writable(Path(file))
     runs, skipped = [], []
     for path in run_directories(directory):
         try:

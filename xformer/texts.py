@@ -44,6 +44,8 @@ def pack(
     probability that a token is chosen for masked language modelling. torch's random generator
     chooses, so `torch.manual_seed` makes the choice reproducible.
     """
+    if not 0 <= masking <= 1:
+        raise BadInput(f"masking={masking} is not a probability; give a number from 0 to 1")
     split = split_of(tokenizer, texts, texts_b, labels)
     assembler = Assembler(split, tokenizer, max_tokens)
     rows = np.arange(split.rows)

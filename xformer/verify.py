@@ -21,12 +21,13 @@ from xformer.config import Settings, each, help_text, parse_overrides, validate
 from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
+from xformer.data.outputs import is_run
 from xformer.model.config import DROPOUT
 from xformer.monitor import ENDS, records
 from xformer.parallel import processes
 from xformer.parallel.processes import TORCHRUN
 from xformer.recipe import Recipe
-from xformer.run import is_run, read_config
+from xformer.run import read_config
 
 # fields of a log's record that the clock or the machine decides, and one that older versions wrote
 CLOCK = {"time", "seconds", "real_tokens_per_second", "memory_gib", "mfu", "padding"}
@@ -105,7 +106,8 @@ def _make(config: dict[str, Any], environment: dict[str, Any], again: Path, step
     recipe.write_text(json.dumps({**config, **own}), encoding="utf-8")
     launcher = (*TORCHRUN, str(ranks)) if ranks > 1 else ()
     line = [sys.executable, *launcher, "-m", __name__, str(recipe), str(steps)]
-    environ = {**os.environ, "PYTHONPATH": str(provenance.ROOT)}
+    paths = (str(provenance.ROOT), os.environ.get("PYTHONPATH", ""))
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(line, capture_output=True, text=True, errors="replace", env=environ)
     if done.returncode:
         said = [text for text in done.stderr.splitlines() if text.startswith("error: ")]

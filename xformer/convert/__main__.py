@@ -17,7 +17,7 @@ from pathlib import Path
 from xformer.data.arguments import CommandParser, add_checkpoint, add_out, whole_number
 from xformer.data.display import say
 from xformer.data.errors import BadInput, lacks, typed
-from xformer.data.files import refuse_existing
+from xformer.data.outputs import check_directory
 from xformer.start import run
 
 # the files by which --overwrite recognises a directory that this command wrote
@@ -154,23 +154,13 @@ def _license(text: str) -> str:
     return text
 
 
-def _check_output(out: Path, overwrite: bool, marks: tuple[str, ...], source: Path) -> None:
-    """Raise BadInput unless `out` does not exist or may be overwritten: it holds the files `marks`,
-    which this command writes, and does not contain `source`."""
-    refuse_existing(out, overwrite)
-    if out.exists() and not all((out / name).is_file() for name in marks):
-        raise BadInput(f"{out} was not written by this command: it is not overwritten")
-    if out.exists() and source.exists() and source.resolve().is_relative_to(out.resolve()):
-        raise BadInput(f"{out} contains the input {source}: give another output")
-
-
 def _import_hf(arguments: argparse.Namespace) -> None:
     """Import a directory, or a repository on the hub."""
     from xformer import checkpoint as checkpoints
     from xformer.convert import hf
 
     source = _directory(arguments.source)
-    _check_output(arguments.out, arguments.overwrite, CHECKPOINT, source)
+    check_directory(arguments.out, arguments.overwrite, CHECKPOINT, source)
     imported = hf.from_hf(source, "" if source == Path(arguments.source) else arguments.source)
     checkpoints.save(imported.checkpoint, arguments.out, arguments.overwrite)
     say(*hf.import_report(imported))
@@ -181,7 +171,7 @@ def _import_plus(arguments: argparse.Namespace) -> None:
     from xformer import checkpoint as checkpoints
     from xformer.convert import hf, plus
 
-    _check_output(arguments.out, arguments.overwrite, CHECKPOINT, arguments.source)
+    check_directory(arguments.out, arguments.overwrite, CHECKPOINT, arguments.source)
     labels = tuple(filter(None, arguments.labels.split(",")))
     imported = plus.from_plus(arguments.source, arguments.heads, labels)
     checkpoints.save(imported.checkpoint, arguments.out, arguments.overwrite)
@@ -217,7 +207,7 @@ def _export_hf(arguments: argparse.Namespace) -> None:
 
     source, out, overwrite = Path(arguments.checkpoint), arguments.out, arguments.overwrite
     licence = arguments.license or ""
-    _check_output(out, overwrite, EXPORTS if arguments.trajectory else EXPORT, source)
+    check_directory(out, overwrite, EXPORTS if arguments.trajectory else EXPORT, source)
     if arguments.trajectory:
         names = share.export_trajectory(source, out, licence, overwrite)
         say(f"{out}: {len(names)} revisions: {', '.join(names)}")
@@ -240,7 +230,7 @@ def _halve(arguments: argparse.Namespace) -> None:
 
     from xformer import checkpoint as checkpoints
 
-    _check_output(arguments.out, arguments.overwrite, CHECKPOINT, Path(arguments.checkpoint))
+    check_directory(arguments.out, arguments.overwrite, CHECKPOINT, Path(arguments.checkpoint))
     checkpoint = checkpoints.load(arguments.checkpoint)
     weights = {name: weight.half() for name, weight in checkpoint.weights.items()}
     for name, weight in weights.items():

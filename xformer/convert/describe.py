@@ -10,7 +10,7 @@ from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint
 from xformer.convert import hf
 from xformer.data.errors import BadInput
-from xformer.data.files import installed
+from xformer.data.files import installed, what_is
 from xformer.model.config import ModelConfig
 
 SHOWN = 5  # class names, and entries of the history, that are shown at most
@@ -34,8 +34,8 @@ def describe(path: str | Path) -> list[str]:
     damaged.
     """
     path, screen = Path(path), _Screen()
-    run = (path / "checkpoints").is_dir() or (path / "result.json").is_file()
-    if (path / "config.json").is_file() and not (path / "manifest.json").is_file() and not run:
+    run = (path / "checkpoints").is_dir()
+    if (path / "config.json").is_file() and not what_is(path) and not run:
         imported = hf.from_hf(path)
         screen.add("directory", f"{path}, a Hugging Face directory; import it with from-hf")
         screen.add("family", imported.family.name)

@@ -113,6 +113,8 @@ def from_hf(directory: str | Path, repository: str = "") -> Imported:
         "sha256": file_checksum(file),
         **_dtypes(source, used),
     }
+    if files[1:]:  # the file above is their index
+        record["shards"] = {shard.name: file_checksum(shard) for shard in files[1:]}
     if frequencies:
         record["frequencies"] = frequencies
     if repository:

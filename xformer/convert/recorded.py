@@ -45,6 +45,7 @@ def training_of(path: Path) -> Training | None:
 
     Raises BadInput if a file of the run is damaged.
     """
+    path = path.absolute()
     run = path.parent.parent
     step = checkpoints.step_of(path)
     if path.parent.name not in FOLDERS or step is None or not (run / "config.json").is_file():

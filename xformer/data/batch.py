@@ -39,7 +39,7 @@ class Batch(Generic[Array]):
     positions: Array  # (T,) int32, from 0 in each row
     segments: Array  # (T,) int32, 1 for the second text of a pair and the separator after it
     cu_seqlens: Array  # (N + 1,) int32: row i is tokens[cu_seqlens[i] : cu_seqlens[i + 1]]
-    longest: int  # length of the longest row
+    longest: int  # at least the length of the longest row
     labels: Array | None = None  # (N,) int64 classes or float32 scores, (N, 2) int64 spans
     places: Array | None = None  # (M,) int64, indices in `tokens` of the tokens to predict
     targets: Array | None = None  # (M,) int64, the true ids or classes of these tokens
@@ -54,7 +54,7 @@ class Batch(Generic[Array]):
         return first
 
     def to(self, device: Any) -> Batch[Array]:
-        """A batch of tensors on another device. (`xformer.parallel.feed.to_device` makes one from
+        """A batch of tensors on another device. (`xformer.tasks.task.to_device` makes one from
         arrays.)"""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return replace(self, **{k: v.to(device) for k, v in values.items() if hasattr(v, "to")})

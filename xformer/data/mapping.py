@@ -59,8 +59,10 @@ def build_mapping(
         _check_ids(store, max(embeddings, len(model)))
     if name in ("none", "ids"):
         return None
-    if name in ("shift", "random"):
-        return _shift(model, number) if name == "shift" else _random(model, number)
+    if name == "shift":
+        return (np.arange(len(model)) + number % len(model)) % len(model)
+    if name == "random":
+        return _random(model, number)
     return _symbols(store.tokenizer(), model, number, unused=name == "unused")
 
 
@@ -117,10 +119,6 @@ def _check_ids(store: Store, embeddings: int) -> None:
                     f"mapping=ids: the id {largest} in {store.name}/{split.name}/{column}.npy does "
                     f"not fit the model's {embeddings} embeddings; give another mapping="
                 )
-
-
-def _shift(model: Tokenizer, k: int) -> np.ndarray:
-    return (np.arange(len(model)) + k) % len(model)
 
 
 def _random(model: Tokenizer, seed: int) -> np.ndarray:

@@ -39,6 +39,8 @@ def split_of(
 
 
 def _ragged(tokenizer: Tokenizer, texts: Sequence[str]) -> Ragged:
+    if isinstance(texts, str):
+        raise BadInput("give a list of texts, not a single text")
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             what = f"{one_line(repr(text), 60)}, of type {type(text).__name__}"

@@ -142,6 +142,14 @@ class _Source:
     @cached_property
     def added(self) -> dict[str, dict[str, Any]]:
         """The added tokens in the order of their ids, with their flags, including special ones."""
+        try:
+            return self._added()
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise BadInput(
+                f"{self.file}: the added tokens in its files are damaged: {error!r}"
+            ) from None
+
+    def _added(self) -> dict[str, dict[str, Any]]:
         if self.fast is not None:
             tokens = {t["content"]: t for t in self.fast.get("added_tokens") or []}
         elif decoder := self.options.get("added_tokens_decoder"):
@@ -215,7 +223,7 @@ def import_tokenizer(path: str | Path, cased: bool = False) -> Tokenizer:
 
     Raises BadInput if a file is missing or is not a vocabulary, if special tokens are missing, if a
     piece occurs twice, if an id is missing, if merges do not fit the vocabulary, or if the rules
-    are not those of BERT, RoBERTa, ALBERT, XLM-RoBERTa or CamemBERT.
+    are not those of BERT, RoBERTa, ALBERT, XLM-RoBERTa, CamemBERT, ModernBERT or ESM-2.
     """
     source = _source(Path(path), cased)
     readers = {
@@ -336,7 +344,8 @@ def _spiece_model(source: _Source) -> Tokenizer:
 def _tokenizer_json(source: _Source) -> Tokenizer:
     fast = source.fast
     unknown = BadInput(
-        f"{source.file} is not BERT's WordPiece, RoBERTa's byte-level BPE or ALBERT's unigram"
+        f"{source.file} is not BERT's WordPiece, RoBERTa's or ModernBERT's byte-level BPE, or the "
+        "unigram model of ALBERT, XLM-RoBERTa or CamemBERT"
     )
     try:
         if (own := _own(source, fast)) is not None:

@@ -40,11 +40,15 @@ def write_store(
     pre-training into rows that fit the model.
 
     Raises BadInput if `path` exists (with `overwrite`, if it is not a store), if a split has no
-    rows, or if a row has another form than the first one or a label that is not known.
+    rows, if a row has another form than the first one or a label that is not known, or if `labels`
+    names a class twice or the rows have none.
     """
     first, splits = _peeked(splits)
     texts = ["tokens", "tokens_b"][: max(1, len(first) - 1)]
     kind = "text" if len(first) == 1 else "class" if labels else "score"
+    if labels and (kind == "text" or len(set(labels)) < len(labels)):
+        why = "the rows are texts alone" if kind == "text" else "a class is named twice"
+        raise BadInput(f"labels={list(labels)}: {why}")
     columns = dict.fromkeys(texts, "")
     if kind != "text":
         columns["label"] = "int64" if kind == "class" else "float32"

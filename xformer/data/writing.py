@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -243,6 +243,5 @@ def create_store(
     path = Path(path)
     if overwrite and path.exists() and not (path / "store.json").is_file():
         raise BadInput(f"{path} is not a store, so it is not overwritten; give another output")
-    directory: AbstractContextManager[Path] = atomic_directory(path, overwrite)
-    with directory as temporary:
+    with atomic_directory(path, overwrite) as temporary:
         yield StoreWriter(temporary, tokenizer, columns, ragged)

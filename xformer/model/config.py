@@ -111,7 +111,7 @@ class ModelConfig(Settings):
     head, and its rate before the head for words is `dropout`. modernbert applies it inside the
     feed-forward network instead of after it, and uses `attention_dropout` on the output of
     attention. esm is as roberta, but omits it on embeddings, and the rate before heads is
-    `dropout`."""
+    `dropout` by default."""
     initializer_range: float = Field(0.02, gt=0)
     """Standard deviation of fresh weights."""
 

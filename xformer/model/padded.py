@@ -30,7 +30,7 @@ def packed(
             f"{tuple(real.shape)} and {tuple(segments.shape)}"
         )
     sizes = real.sum(1)  # (N,)
-    if ids.size(1) > longest and (most := int(sizes.amax())) > longest:
+    if ids.size(1) > longest and len(ids) and (most := int(sizes.amax())) > longest:
         raise ValueError(f"a sequence has {most} tokens, but the model takes {longest} at most")
     places = real.flatten().nonzero().squeeze(1)  # (T,)
     batch = Batch(

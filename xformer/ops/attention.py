@@ -28,9 +28,9 @@ class Layout:
     """Where the sequences of a packed batch lie: sequence i is tokens cu_seqlens[i] up to
     cu_seqlens[i + 1].
 
-    `longest` is the length of the longest sequence. With a `window` a token attends only to itself
-    and to `window` tokens on each side (Beltagy et al. 2020); 0 is no window. Raises ValueError if
-    `cu_seqlens` is not (N + 1,) int32 and contiguous.
+    `longest` is at least the length of the longest sequence. With a `window` a token attends only
+    to itself and to `window` tokens on each side (Beltagy et al. 2020); 0 is no window. Raises
+    ValueError if `cu_seqlens` is not (N + 1,) int32 and contiguous.
     """
 
     cu_seqlens: Tensor  # (N + 1,) int32, on the batch's device

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import time
 import uuid
@@ -114,7 +113,7 @@ class Ranks:
         return tensor
 
     def on_rank_zero(self, work: Callable[[], Any]) -> Any:
-        """Call `work` on rank 0 only. Every rank returns its (JSON) result or raises its error."""
+        """Call `work` on rank 0 only. Every rank returns its result or raises its error."""
         error: BadInput | Failure | OSError | None = None
         answer: dict[str, Any] = {}
         if self.rank == 0:
@@ -123,7 +122,10 @@ class Ranks:
             except (BadInput, Failure, OSError) as caught:
                 error = caught
                 answer = {"error": str(caught), "bad_input": isinstance(caught, BadInput)}
-        answer = self._broadcast(answer, 0)
+        if self.world_size > 1:
+            answers = [answer]
+            dist.broadcast_object_list(answers, 0)
+            answer = answers[0]
         if error is not None:
             raise error
         if "error" in answer:
@@ -131,20 +133,11 @@ class Ranks:
         return answer["result"]
 
     def gather(self, value: Any) -> list[Any]:
-        """The (JSON) values of all ranks, on every rank."""
-        return [self._broadcast(value, rank) for rank in range(self.world_size)]
-
-    def _broadcast(self, value: Any, source: int) -> Any:
-        if self.world_size == 1:
-            return value
-        text = json.dumps(value).encode()
-        length = torch.tensor([len(text)], device=self.device)
-        dist.broadcast(length, source)
-        content = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
-        if self.rank == source:
-            content.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        dist.broadcast(content, source)
-        return json.loads(bytes(content.cpu().numpy()))
+        """The values of all ranks, on every rank."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
 
 
 ALONE = Ranks(0, 1, torch.device("cpu"))  # a single process on the CPU

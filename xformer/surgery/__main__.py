@@ -20,8 +20,8 @@ from xformer.checkpoint import Checkpoint
 from xformer.config import type_and_default, wrapped
 from xformer.data.arguments import CommandParser, add_checkpoint, add_out, whole_number
 from xformer.data.display import say
-from xformer.data.errors import BadInput, typed
-from xformer.data.files import refuse_existing
+from xformer.data.errors import typed
+from xformer.data.outputs import check_directory
 from xformer.start import run
 from xformer.surgery.registry import (
     OPERATIONS,
@@ -56,7 +56,7 @@ def main() -> None:
     steps = [parse_operation(text) for text in arguments.operations]
     read = [checkpoints.resolve(arguments.checkpoint)]
     read += [Path(step.arguments["source"]) for step in steps if step.op == "transplant"]
-    _check_output(arguments.out, arguments.overwrite, *read)
+    check_directory(arguments.out, arguments.overwrite, ("manifest.json",), *read)
     with checkpoints.opened(read[0]) as (before, check):
         after = apply(before, steps, arguments.seed)
         checkpoints.save(after, arguments.out, arguments.overwrite, check=check)
@@ -64,17 +64,6 @@ def main() -> None:
         values = [f"{key}={value}" for key, value in record.items() if key != "op"]
         say(f"{' '.join([record['op'], *values])} ({in_words(record['op'])})")
     say(f"{arguments.out}: {summary(before, after)}, {time.perf_counter() - began:.2f} s")
-
-
-def _check_output(out: Path, overwrite: bool, *read: Path) -> None:
-    """Raise BadInput if a checkpoint cannot be written to `out`: if `out` exists and `overwrite` is
-    false, if it is not a checkpoint, or if it contains one of the input paths `read`."""
-    refuse_existing(out, overwrite)
-    if out.exists() and not (out / "manifest.json").is_file():
-        raise BadInput(f"{out} is not a checkpoint, so it is not overwritten; give another output")
-    inside = next((path for path in read if path.resolve().is_relative_to(out.resolve())), None)
-    if inside is not None:
-        raise BadInput(f"{out} contains the input {inside}: give another output")
 
 
 def summary(before: Checkpoint, after: Checkpoint) -> str:

@@ -210,7 +210,8 @@ def _layer_of(name: str) -> int:
 
 def _with_layers(checkpoint: Checkpoint, order: Sequence[int]) -> Checkpoint:
     """The checkpoint with these layers in this order. Weights are renamed, not copied. The contact
-    head of an ESM-2, which reads the attention maps of all layers, is left out."""
+    head of an ESM-2, which reads the attention maps of all layers, is left out. Raises BadInput
+    if the head is a probe of a layer that is gone."""
     weights = {
         name: weight
         for name, weight in checkpoint.weights.items()
@@ -221,5 +222,11 @@ def _with_layers(checkpoint: Checkpoint, order: Sequence[int]) -> Checkpoint:
         for name, weight in checkpoint.weights.items():
             if name.startswith(old_prefix):
                 weights[new_prefix + name.removeprefix(old_prefix)] = weight
+    head = checkpoint.head
+    if head is not None and head.layer is not None and head.layer > len(order):
+        raise BadInput(
+            f"the head is a probe of layer {head.layer}, but the result has {len(order)} layers; "
+            "operate on the checkpoint without the head"
+        )
     config = checkpoint.config.model_copy(update={"layers": len(order)})
     return replace(checkpoint, config=config, weights=weights)

@@ -58,7 +58,6 @@ class MLM(Task):
     metrics = {"loss": LOWER, "accuracy": HIGHER, "perplexity": LOWER}
     arrays = {"loss", "masked", "correct"}
     predicts_masked = True
-    has_table = False
     head_reads = "places"
     hf_class = "MaskedLM"
     hf_pipeline = "fill-mask"

@@ -58,7 +58,6 @@ class Span(Task):
     arrays = {"group", "label", "no_answer", "best", "first", "last", "loss"}
     head_reads = "tokens"
     has_questions = True
-    takes_threshold = True
     hf_class = "QuestionAnswering"
     hf_pipeline = "question-answering"
     hf_table = "span"
@@ -129,15 +128,18 @@ class Span(Task):
         return Questions(ids, answers(outputs, split)[0], right_answers(split))
 
     def score(self, predictions: Predictions) -> dict[str, float]:
-        """SQuAD's metrics, and the loss as a mean over windows.
+        """SQuAD's metrics, and the loss as a mean over windows of the questions that are scored.
 
         A question is left unanswered if "no answer" scores higher than its best span by more than
-        the threshold (see the function `threshold` for its default). If some questions have no
+        the threshold (see the function `answered` for its default). If some questions have no
         answer, the best threshold and its scores are returned too.
         """
         predicted, margin, gold = asked(predictions)
-        chosen = answered(predicted, margin, threshold(gold, predictions.threshold))
-        scores = {"loss": float(predictions.arrays["loss"].astype(np.float64).mean())}
+        chosen = answered(predicted, margin, gold, predictions.threshold)
+        assert predictions.questions is not None
+        scored = np.array([right is not None for right in predictions.questions.right])
+        losses = predictions.arrays["loss"][scored[predictions.arrays["group"]]]
+        scores = {"loss": float(losses.astype(np.float64).mean())}
         scores |= squad(chosen, gold)
         return scores | ({} if all(gold) else squad_with_threshold(predicted, margin, gold))
 
@@ -145,7 +147,7 @@ class Span(Task):
         if metric not in MEANS:
             return None
         predicted, margin, gold = asked(predictions)
-        chosen = answered(predicted, margin, threshold(gold, predictions.threshold))
+        chosen = answered(predicted, margin, gold, predictions.threshold)
         pairs = zip(chosen, gold, strict=True)
         values = np.array([answer_scores(*pair)[MEANS.index(metric)] for pair in pairs])
         return Weighted(len(gold), np.array([repr(g) for g in gold]), lambda w: average(w, values))
@@ -155,7 +157,7 @@ class Span(Task):
         question."""
         predicted, margin = answers(outputs, split)
         return {
-            "answer": answered(predicted, margin, math.inf if threshold is None else threshold),
+            "answer": answered(predicted, margin, right_answers(split), threshold),
             "no_answer": [f"{value:.4f}" for value in margin],
             "input": texts(split.columns["question.input"]),
             "id": texts(split.columns["question.id"]),
@@ -269,21 +271,24 @@ def right_answers(split: Split) -> list[list[str] | None]:
 def by_question(outputs: np.ndarray, split: Split, given: float | None = None) -> dict[str, str]:
     """question id -> answer, or "" for "no answer". `given` is the user's threshold, if any."""
     predicted, margin = answers(outputs, split)
-    chosen = answered(predicted, margin, threshold(right_answers(split), given))
+    chosen = answered(predicted, margin, right_answers(split), given)
     return dict(zip(texts(split.columns["question.id"]), chosen, strict=True))
 
 
-def answered(predicted: list[str], margin: np.ndarray, threshold: float) -> list[str]:
-    """The `predicted` answers, each replaced by "" if its margin is above the threshold. `margin`
-    (Q,) is that of `best_windows`."""
-    return ["" if m > threshold else text for text, m in zip(predicted, margin, strict=True)]
+def answered(
+    predicted: list[str],
+    margin: np.ndarray,
+    right: Sequence[Sequence[str] | None],
+    given: float | None,
+) -> list[str]:
+    """The `predicted` answers, each replaced by "" if its margin is above the threshold `given`.
 
-
-def threshold(wanted: Sequence[Sequence[str] | None], given: float | None) -> float:
-    """The threshold `given`. If it is None: 0 if some question has no answer, else infinity."""
-    if given is not None:
-        return given
-    return 0.0 if any(right == [] for right in wanted) else math.inf
+    `margin` (Q,) is that of `best_windows`. If `given` is None, the threshold is 0 if some question
+    has no answer among the `right` ones, else infinity.
+    """
+    if given is None:
+        given = 0.0 if any(answers == [] for answers in right) else math.inf
+    return ["" if m > given else text for text, m in zip(predicted, margin, strict=True)]
 
 
 # ------------------------------------------------------------------------- SQuAD's metrics

@@ -142,10 +142,11 @@ class Task(ABC):
     predicts_masked: ClassVar[bool] = False
     """Whether it predicts masked tokens. It can then learn from any text."""
     head_reads: ClassVar[Literal["tokens", "places", "examples"]] = "examples"
-    """What its own head reads: all tokens of the batch, its `places`, or the first token of each
-    row."""
+    """What its own head reads: all tokens of the batch, its `places`, or one vector for each
+    row: the first token, or the mean of the row with `pooling=mean`."""
     reads_pooled: ClassVar[bool] = False
-    """Whether its head reads the pooled first token. A HilbertCNN can then replace the encoder."""
+    """Whether its head reads one vector for each row, pooled from its tokens. A HilbertCNN can then
+    replace the encoder."""
     loss_in_nats: ClassVar[bool] = True
     """Whether its loss is a cross-entropy, not a squared error."""
     counts_correct: ClassVar[bool] = True
@@ -156,11 +157,8 @@ class Task(ABC):
     takes_probe: ClassVar[bool] = False
     """Whether its head can read another layer than the last; see `Head.layer`."""
     has_questions: ClassVar[bool] = False
-    """Whether its rows are windows of questions. Its predictions then have `questions`."""
-    has_table: ClassVar[bool] = True
-    """Whether its predictions can be written as a table; see the method `table`."""
-    takes_threshold: ClassVar[bool] = False
-    """Whether a threshold decides if a question is left unanswered."""
+    """Whether its rows are windows of questions. Its predictions then have `questions`, and a
+    threshold decides if a question is left unanswered."""
     hf_class: ClassVar[str] = ""
     """The name of its class in transformers, after "BertFor"."""
     hf_table: ClassVar[str] = ""
@@ -313,7 +311,7 @@ class Task(ABC):
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
         """The outputs as columns, one line per row: the prediction, the row's texts as they were
         read (or its number if the store has none), and its id if it has one."""
-        raise NotImplementedError  # MLM has no table; see `has_table`
+        raise NotImplementedError  # only MLM has no table
 
     def lines(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> str:
         """The outputs as a text file that other programs read: a tab-separated table."""
@@ -405,7 +403,7 @@ class Model(nn.Module):
         batch, places = packed(ids, mask, segments, self.config.max_positions)
         x = self.encoder(batch)  # (T, C)
         padded = x.new_zeros(ids.numel(), x.size(1)).index_copy(0, places, x)
-        return padded.view(*ids.shape, -1)
+        return padded.view(*ids.shape, x.size(1))
 
     def loss(self, batch: Batch[Tensor]) -> Loss:
         """The summed loss of a batch. Raises ValueError if the model has no task."""
