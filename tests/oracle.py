@@ -331,7 +331,9 @@ def trajectory(name: str, kind: str, directory: Path) -> dict[str, float]:
         loss.total.backward()
         count, rate = float(loss.count), learning_rate(config, step / 5, (step + 1) / 5, 0.0)
         norm = optim.gradient_norm(optimizer) / count
-        optim.clip_and_step(optimizer, rate, torch.tensor(count), norm, config.clip)
+        optim.clip_and_step(
+            optimizer, rate, torch.tensor(count), norm, config.clip, torch.zeros(())
+        )
         adamw.zero_grad()
         expected = theirs(**padded(batch, family.name), **their_labels(batch, kind, family)).loss
         expected.backward()

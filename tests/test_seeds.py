@@ -12,7 +12,7 @@ from helpers import CLASSIFY, ROOT, SMOKE, Forks, good, refused, training
 from test_train import same
 from toys import Toys
 
-from xformer import config, train
+from xformer import config, tracing, train
 from xformer.data.files import read_json
 from xformer.parallel.feed import to_device
 from xformer.parallel.processes import ALONE
@@ -31,7 +31,7 @@ def draws(data: Toys, *overrides: str) -> dict[str, Any]:
     step = job.feed().take(0)
     (batch,) = step.batches
     model = job.start.model()
-    train.loss_of(job, model, to_device(batch, ALONE.device), 0, 0)
+    tracing.loss_of(job, model, to_device(batch, ALONE.device), 0, 0)
     return {
         "weights": torch.cat([value.flatten().float() for value in job.start.weights.values()]),
         "order": torch.from_numpy(batch.rows),

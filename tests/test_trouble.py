@@ -55,14 +55,14 @@ Model.loss = bad_loss
 # Python that changes a step: `learn` computes its gradients, and `now[0]` is its number
 LEARN = """
 import torch
-from xformer import train
 from xformer.parallel.replicas import Replicas
+from xformer.prepare import Setup
 from xformer.tasks.task import Loss
-seed_dropout, learn, now = train.seed_dropout, Replicas.learn, [0]
+seed_dropout, learn, now = Setup.seed_dropout, Replicas.learn, [0]
 def remember(setup, step, i):
     now[0] = step
     seed_dropout(setup, step, i)
-train.seed_dropout = remember
+Setup.seed_dropout = remember
 """
 # a weight becomes NaN once, after the fifth step
 BAD_WEIGHT = f"""{LEARN}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import getdoc
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeGuard, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -52,6 +52,10 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    def having(self, group: str, **values: Any) -> Self:
+        """These settings with other values in one group."""
+        return self.model_copy(update={group: getattr(self, group).model_copy(update=values)})
 
 
 def _paths(value: Any, info: ValidationInfo) -> Any:

@@ -277,8 +277,7 @@ def with_precision_of_training(
         precision, why = trained[-1].get("precision", "fp32"), "as in training"
     else:
         precision, why = fast_on(reasons)
-    system = config.system.model_copy(update={"precision": precision})
-    return config.model_copy(update={"system": system}), f"precision {precision} ({why})"
+    return config.having("system", precision=precision), f"precision {precision} ({why})"
 
 
 def _fill_masks(checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks) -> None:

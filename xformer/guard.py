@@ -18,7 +18,7 @@ from xformer.parallel.replicas import Sums
 from xformer.run import SINCE_LOG, State
 from xformer.session import Session
 from xformer.tasks.task import Model, some_rows
-from xformer.tracing import WEIGHT, LossOf, trace
+from xformer.tracing import WEIGHT, trace
 
 WINDOW = 100  # steps; the time constant of the running mean and variance
 LEAST = 1e-3  # the standard deviation counts as at least this share of the mean
@@ -71,7 +71,7 @@ class Guard:
         variance = (1 - weight) * (variance + weight * change.square())
         return torch.cat([n, mean + weight * change, variance])
 
-    def settle(self, session: Session, model: Model, loss_of: LossOf) -> None:
+    def settle(self, session: Session, model: Model) -> None:
         """Bring the state up to date; trace, log and count the steps dropped since the last call.
         Waits for the device. All ranks call it together. Raises Failure if the run must stop."""
         setup, state, monitor = session.setup, self.state, session.monitor
@@ -81,7 +81,7 @@ class Guard:
             if not trouble:
                 continue
             state.dropped += 1
-            stage, place = trace(setup, model, step, position, loss_of)
+            stage, place = trace(setup, model, step, position)
             record = {"what": trouble, **place, "action": policy, "dropped": state.dropped}
             monitor.event("trouble", step + 1, **record)
             line = f"{trouble} at step {step + 1}: {place['where']}"

@@ -173,7 +173,7 @@ class MuonAndAdamW(Optimizer):
             self.muon = torch.optim.Muon(pieces, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
 
     @torch.no_grad()
-    def step_scaled(self, divisor: Tensor, drop: Tensor | None) -> None:
+    def step_scaled(self, divisor: Tensor, drop: Tensor) -> None:
         """Divide the gradient by `divisor` () and take a step. If `drop` () is above 0, nothing
         changes; the host does not wait for it."""
         if self.adamw is not None:
@@ -189,11 +189,10 @@ class MuonAndAdamW(Optimizer):
             self.muon.state[piece] = {BUFFER: self.state[weight][BUFFER][rows]}
         weights = self.param_groups[-1]["params"]
         tensors = [tensor for w in weights for tensor in (w.detach(), self.state[w][BUFFER])]
-        before = [] if drop is None else [tensor.clone() for tensor in tensors]
+        before = [tensor.clone() for tensor in tensors]
         self.muon.step()
-        if drop is not None:
-            for tensor, old in zip(tensors, before, strict=True):
-                tensor.copy_(torch.where(drop > 0, old, tensor))
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.copy_(torch.where(drop > 0, old, tensor))
 
 
 KINDS: dict[str, Any] = {
@@ -250,7 +249,8 @@ def gradient_norm(optimizer: Optimizer) -> Tensor:
     pieces = gradients(optimizer)
     if pieces[0].device.type == "cpu":
         pieces = [piece for g in pieces for piece in g.reshape(-1).split(PIECE)]
-    # what nn.utils.get_total_norm does with many more calls, for tensors of several devices
+    # torch's nn.utils.get_total_norm does the same with many more calls, because it also takes
+    # tensors of several devices
     return torch.stack(torch._foreach_norm(pieces)).norm()
 
 
@@ -261,7 +261,7 @@ def clip_and_step(
     count: Tensor,
     norm: Tensor,
     clip: float,
-    drop: Tensor | None = None,
+    drop: Tensor,
 ) -> None:
     """Divide the gradient by `count`, clip it to the norm `clip` (0: do not clip), and take a step.
 
@@ -281,7 +281,7 @@ def clip_and_step(
         optimizer.step()
     elif isinstance(optimizer, MuonAndAdamW):
         optimizer.step_scaled(divisor.float(), drop)
-    elif drop is None or not drop > 0:
+    elif not drop > 0:
         torch._foreach_div_(gradients(optimizer), divisor.float())
         optimizer.step()
 

@@ -15,7 +15,7 @@ from xformer import checkpoint as checkpoints
 from xformer import provenance, trajectory
 from xformer.checkpoint import Checkpoint
 from xformer.config import flat
-from xformer.data import mapping
+from xformer.data import hashing, mapping
 from xformer.data.batch import Assembler, rows_of
 from xformer.data.errors import BadInput, typed
 from xformer.data.joined import Joined, open_stores
@@ -42,6 +42,7 @@ from xformer.tasks.task import Head, Task
 from xformer.trajectory import Timeline, Trajectory
 
 PROBED = ("task_head",)  # what a probe trains
+OF_DROPOUT = 4  # keeps the hash keys of dropout apart from those of other uses
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,12 @@ class Setup:
             for name, order, rows, tokens in pairs
         }
 
+    def seed_dropout(self, step: int, micro_batch: int) -> None:
+        """Seed dropout, which has its own seed in every step, micro-batch and rank."""
+        seed = self.recipe.seed.of("dropout")
+        number = hashing.key(seed, OF_DROPOUT, step, micro_batch, self.ranks.rank)
+        self.ranks.seed(int(number >> 1))
+
     @property
     def task(self) -> Task:
         """The task of the run's head."""
@@ -105,11 +112,9 @@ class Setup:
 
     def with_length_of(self, other: Recipe) -> Setup:
         """This setup with the length and the learning rates of another recipe."""
-        train = self.recipe.train.model_copy(
-            update={"steps": other.train.steps, "epochs": other.train.epochs}
-        )
-        recipe = self.recipe.model_copy(update={"optim": other.optim, "train": train})
-        return replace(self, recipe=recipe)
+        recipe = self.recipe.model_copy(update={"optim": other.optim})
+        length = {"steps": other.train.steps, "epochs": other.train.epochs}
+        return replace(self, recipe=recipe.having("train", **length))
 
     @cached_property
     def compiling(self) -> str:
@@ -242,9 +247,8 @@ def with_precision(recipe: Recipe, ranks: Ranks) -> tuple[Recipe, str]:
     reasons = ranks.gather(reason_for_bf16(ranks.device))
     if not precision:
         precision, why = fast_on(reasons)
-    system = recipe.system.model_copy(update={"precision": precision})
     line = f"precision {precision} (system.precision=auto: {why})"
-    return recipe.model_copy(update={"system": system}), line
+    return recipe.having("system", precision=precision), line
 
 
 def _earlier(run: Path) -> str:
@@ -279,7 +283,7 @@ def _with_shape(recipe: Recipe, start: Checkpoint) -> tuple[Recipe, list[str]]:
     other = _differing(start.config, recipe.model)
     dropout = {name: getattr(start.config, name) for name in DROPOUT}
     shape = {name: has for name, (_, has) in other.items()}
-    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=shape | dropout)})
+    recipe = recipe.having("model", **shape, **dropout)
     if not other:
         return recipe, []
     old = ", ".join(f"model.{name}={value}" for name, (value, _) in other.items())
@@ -301,8 +305,7 @@ def _with_length(recipe: Recipe, start: Checkpoint, store: Store) -> Recipe:
                 f"included, but the model takes {most}; make the store again with --max-tokens "
                 f"{most - rows.extra}, or give batch.max_tokens={most}, which truncates rows"
             )
-    batch = recipe.batch.model_copy(update={"max_tokens": most})
-    recipe = recipe.model_copy(update={"batch": batch})
+    recipe = recipe.having("batch", max_tokens=most)
     check_model(recipe, start.config)
     return recipe
 
@@ -320,7 +323,7 @@ def _with_probe(recipe: Recipe) -> Recipe:
             f"probe.layer={recipe.probe.layer} trains only the head, but train.only="
             f"{list(recipe.train.only)}; leave one of them out"
         )
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"only": PROBED})})
+    return recipe.having("train", only=PROBED)
 
 
 def _samples(recipe: Recipe, store: Store, train: Assembler) -> Samples:

@@ -317,8 +317,7 @@ def announce_changes(
     if before[name] == getattr(now, name):
         return
     done, _ = setup.progress(state.step, state.position)
-    train = now.model_copy(update={name: before[name]})
-    before_change = replace(setup, recipe=setup.recipe.model_copy(update={"train": train}))
+    before_change = replace(setup, recipe=setup.recipe.having("train", **{name: before[name]}))
     old, new = (rates(each)(done, done) for each in (before_change, setup))
     monitor.say(
         f"train.{name} was {before[name]} and is now {getattr(now, name)}: the schedule now spans "

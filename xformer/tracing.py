@@ -16,12 +16,9 @@ from xformer.tasks.task import Loss, Model, to_device
 
 # the stages in which the first non-finite value can occur, in the order of computation
 WEIGHT, FORWARD, BACKWARD, NOWHERE = range(4)
-LossOf = Callable[[Setup, Model, Batch[Tensor], int, int], Loss]  # the last two: step, micro-batch
 
 
-def trace(
-    setup: Setup, model: Model, step: int, position: int, loss_of: LossOf
-) -> tuple[int, dict[str, Any]]:
+def trace(setup: Setup, model: Model, step: int, position: int) -> tuple[int, dict[str, Any]]:
     """Find the first non-finite value of a step on any rank. `position` is the step's first sample.
 
     Returns the stage (WEIGHT to NOWHERE), and a record with the place in words (`where`), the
@@ -42,6 +39,14 @@ def trace(
         rows = [row for *_, batches in every for batch in batches for row in batch]
         return stage, {"where": where, "rows": sorted(rows)}
     return stage, {"where": where, "rank": rank, "micro_batch": i, "rows": sorted(theirs[i])}
+
+
+def loss_of(setup: Setup, model: Model, batch: Batch[Tensor], step: int, micro_batch: int) -> Loss:
+    """The loss of a micro-batch, with the same dropout as in its step."""
+    setup.seed_dropout(step, micro_batch)
+    with setup.ranks.autocast(setup.recipe.system.precision):
+        loss: Loss = model(batch)
+        return loss
 
 
 def first_layer(

@@ -25,7 +25,6 @@ from xformer.data import mapping
 from xformer.data.batch import Batch
 from xformer.data.display import format_number, say
 from xformer.data.files import read_run_json
-from xformer.data.hashing import key
 from xformer.freeze import chosen, freeze
 from xformer.guard import Guard
 from xformer.monitor import Monitor, cut_log, events
@@ -43,9 +42,7 @@ from xformer.recipe import Recipe
 from xformer.run import Run, State, is_finished, kept_only_weights
 from xformer.scoring import Scores, score
 from xformer.session import Session, announce, announce_changes, sync_log
-from xformer.tasks.task import Loss, Model
-
-DROPOUT = 4  # keeps the hash keys of dropout apart from those of other uses
+from xformer.tasks.task import Model
 
 
 def main() -> None:
@@ -188,7 +185,7 @@ def loop(
         optimizer.zero_grad()
         sums = model.begin(session.told)
         for i, batch in enumerate(batches or [None]):  # the last step may leave a rank without rows
-            seed_dropout(setup, state.step, i)
+            setup.seed_dropout(state.step, i)
             sums.add(model.learn(batch, i, len(batches)))
         with session.part("optimizer"):
             count = model.reduce(sums)
@@ -200,7 +197,7 @@ def loop(
 
         due = session.advance(step, sums.told)
         if due.anything or setup.ranks.device.type == "cpu":  # other steps do not wait for CUDA
-            guard.settle(session, model.model, loss_of)
+            guard.settle(session, model.model)
         if due.log:
             session.log(rate, guard.sums)
         best = due.validation and run_validation(session, model.model)
@@ -208,21 +205,6 @@ def loop(
             session.log(rate, guard.sums)
         session.keep(due, best)
         session.stop_if_told(due)
-
-
-def seed_dropout(setup: Setup, step: int, micro_batch: int) -> None:
-    """Dropout has its own seed in every step, micro-batch and rank."""
-    seed = setup.recipe.seed.of("dropout")
-    number = key(seed, DROPOUT, step, micro_batch, setup.ranks.rank)
-    setup.ranks.seed(int(number >> 1))
-
-
-def loss_of(setup: Setup, model: Model, batch: Batch[Tensor], step: int, micro_batch: int) -> Loss:
-    """The loss of a micro-batch as in its step, computed again to find the cause of trouble."""
-    seed_dropout(setup, step, micro_batch)
-    with setup.ranks.autocast(setup.recipe.system.precision):
-        loss: Loss = model(batch)
-        return loss
 
 
 def run_validation(session: Session, model: Model) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, repeat
 
 from xformer.data.errors import Failure, reason
 
@@ -57,8 +58,7 @@ class BackgroundWriter:
         self.task = self.pool.submit(self._persist, what, work)
 
     def _persist(self, what: str, work: Callable[[], None]) -> None:
-        tries = 0
-        while True:
+        for pause in chain(PAUSES, repeat(PAUSES[-1])):
             try:
                 work()
             except (OSError, Failure) as error:
@@ -68,9 +68,8 @@ class BackgroundWriter:
                         "the run continues; no checkpoint becomes the best until one can be written"
                     )
                 self.failing = True
-                if self.superseded.wait(PAUSES[min(tries, len(PAUSES) - 1)]):
+                if self.superseded.wait(pause):
                     return
-                tries += 1
             else:
                 self._succeeded(what)
                 return

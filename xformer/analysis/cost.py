@@ -291,7 +291,7 @@ def training_step(
     loss.total.backward()
     count = torch.tensor(float(loss.count), device=ranks.device)
     norm = optim.gradient_norm(optimizer) / count
-    optim.clip_and_step(optimizer, 1e-5, count, norm, OptimConfig().clip)
+    optim.clip_and_step(optimizer, 1e-5, count, norm, OptimConfig().clip, torch.zeros(()))
 
 
 # ----------------------------------------------------------------------------- seconds to make
