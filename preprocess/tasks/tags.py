@@ -154,12 +154,14 @@ def sentences(
     for block in _blocks(path, columns, bad):
         faults = ((at, _fault(fields, columns)) for at, fields in block)
         fault = next(((at, reason) for at, reason in faults if reason), None)
-        words = [fields[columns.word] for _, fields in block if len(fields) > columns.word]
         if fault:
             bad(path, *fault)
-        elif words != [DOCUMENT]:
-            label = columns.label
-            yield block[0][0], words, [NO_LABEL if label is None else f[label] for _, f in block]
+            continue
+        words = [fields[columns.word].strip() for _, fields in block]
+        label = columns.label
+        labels = [NO_LABEL if label is None else fields[label].strip() for _, fields in block]
+        if words != [DOCUMENT]:
+            yield block[0][0], words, labels
 
 
 def _blocks(
