@@ -25,13 +25,18 @@ BATCH = 2**20  # characters encoded at once
 PACKED = (".gz", ".zst")  # endings of compressed files
 
 
+def check_exists(path: Path) -> None:
+    """Raise BadInput if there is nothing at a path."""
+    if not path.exists():
+        raise BadInput(f"{path} does not exist{near(path, folders=False)}")
+
+
 def check_files(paths: Iterable[Path]) -> None:
     """Raise BadInput naming the first path that is a directory, missing or empty."""
     for path in paths:
         if path.is_dir():
             raise BadInput(f"{path} is a directory; give a file")
-        if not path.exists():
-            raise BadInput(f"{path} does not exist{near(path, folders=False)}")
+        check_exists(path)
         if path.stat().st_size == 0:
             raise BadInput(f"{path} is empty")
 

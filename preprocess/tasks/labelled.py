@@ -29,7 +29,6 @@ from xformer.data import tokenizers
 from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
-from xformer.data.files import near
 from xformer.data.store import ORDER, UNLABELLED, UNSEEN
 from xformer.data.tags import IGNORED, NO_LABEL, is_bio
 from xformer.data.tokenizers import Tokenizer
@@ -37,7 +36,7 @@ from xformer.data.writing import SplitWriter, create_store
 
 from ..arguments import add_output, check_output_directory, command_origin, say_written
 from ..bad import BadRows
-from ..binarize import BATCH, check_files, sources
+from ..binarize import BATCH, check_exists, check_files, sources
 from ..words import CachedEncoder
 from .first_tokens import encode_words
 from .tables import extension, stem
@@ -103,8 +102,8 @@ class TaskSource:
 
 @dataclass
 class RowSurvey:
-    """The result of one pass over the rows. It takes 8 bytes of memory per row, or 16 if splits are
-    drawn.
+    """The result of one pass over the rows. It takes 8 bytes of memory per row, or 16 if splits of
+    a task with classes are drawn. `_rows` takes more if rows have ids: a hash of each, in a set.
     """
 
     rows: dict[str, int] = field(default_factory=dict)  # split -> how many
@@ -721,8 +720,8 @@ def run(
 ) -> None:
     """Encode the task `name`, read by `read`, into a store."""
     check_output_directory(arguments.output, arguments.overwrite, "store.json")
-    if arguments.input is not None and not arguments.input.exists():
-        raise BadInput(f"{arguments.input} does not exist{near(arguments.input, folders=False)}")
+    if arguments.input is not None:
+        check_exists(arguments.input)
     tokenizer = tokenizers.load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
     started = time.monotonic()
     task = read(arguments)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from xformer.data.display import say
 from xformer.data.errors import BadInput
-from xformer.data.files import read_json
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import create_store
 
@@ -486,7 +485,7 @@ def _is_conll(path: Path, label: int, labels: list[str]) -> bool:
 def _write_questions(path: Path, head: HeadRecord, tokenizer: Tokenizer, output: Path) -> None:
     """Write questions and windows of their contexts. They come from SQuAD's JSON, or from a table
     with the columns `question` and `context`. The column `question.input` gets the questions."""
-    if extension(path) == ".json" and squad.is_squad(read_json(path)):
+    if _is_squad(path):
         _refuse_key(path, head, "is SQuAD's file, whose questions have ids")
         paragraphs = list(squad.read_articles(path, BAD, training=False))
     else:
@@ -509,3 +508,13 @@ def _write_questions(path: Path, head: HeadRecord, tokenizer: Tokenizer, output:
         with store.split(INPUT) as split:
             squad.WindowWriter(split, tokenizer, options).write(paragraphs)
         store.finish("span", [], None, {})
+
+
+def _is_squad(path: Path) -> bool:
+    """Whether a file is SQuAD's: one JSON object in its form. Otherwise it is read as a table."""
+    if extension(path) != ".json":
+        return False
+    try:
+        return squad.is_squad(squad.load(path))
+    except BadInput:  # such as JSON lines; whatever else is wrong, the table says it
+        return False
