@@ -28,7 +28,8 @@ def read_json_texts(
     field `a`. A field may hold one text, or a list of texts. A value goes to `bad` with its line if
     it is not an object, lacks the field, or has something other than text in it. So does a line
     that is not UTF-8 or not JSON. Raises BadInput if a file of one value is not UTF-8 or not JSON.
-    `advance` is called with the size of each block read from the disk.
+    `advance` is called with the size of each block read from the disk, or of each value of an
+    array.
     """
     values = _whole(path, advance) if _is_whole(path) else _lines(path, bad, advance)
     for line, value in values:
@@ -101,8 +102,9 @@ def _is_whole(path: Path) -> bool:
 
 def _whole(path: Path, advance: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
     """Yield (line, value) of the values of an array, or an object."""
-    text = "\n".join(line for _, line in read_lines(path, None, advance))
+    text, size, told = "\n".join(line for _, line in read_lines(path)), path.stat().st_size, 0
     if text.lstrip().startswith("{"):
+        advance(size)
         try:
             yield 1, json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -118,7 +120,11 @@ def _whole(path: Path, advance: Callable[[int], None]) -> Iterator[tuple[int, An
             value, place = decoder.raw_decode(text, place)
         except (ValueError, RecursionError) as error:
             raise BadInput(f"{path}:{line}: not valid JSON: {error}") from None
+        read = size * place // len(text)
+        advance(read - told)
+        told = read
         yield line, value
+    advance(size - told)
     if text[place + 1 :].strip():
         raise BadInput(f"{path}:{line}: not valid JSON: there is more text after the array")
 
