@@ -20,7 +20,7 @@ from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from . import splits
 from .labelled import Row, TaskSource
-from .sequences import Sequences
+from .sequences import Sequences, sequence_fault
 
 LETTERS = "ACGTDNRS"  # of the splice file; D, N, R and S stand for an uncertain base
 IUPAC = "ACGTNRYSWKMBDHV"  # the bases, and the letters that stand for several
@@ -91,8 +91,7 @@ def splice_rows(path: Path, bad: BadRows) -> Iterator[Row]:
             continue
         label, _, sequence = columns
         sequence = sequence.upper()
-        wrong = sorted(set(sequence) - set(LETTERS))
-        if wrong or not sequence:
-            bad(path, number, f"letters other than {LETTERS}: {''.join(wrong)!r}")
+        if fault := sequence_fault(sequence, LETTERS):
+            bad(path, number, fault)
         else:
             yield Row("", (sequence,), label, path, number)

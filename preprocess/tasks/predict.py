@@ -340,10 +340,8 @@ def _sequences(path: Path, head: HeadRecord, letters: str) -> Iterator[Row]:
         sequence = text.strip().upper()
         if head.kind == "tag":  # every letter is a word
             sequence = "".join(sequence.split())
-        if wrong := sorted(set(sequence) - set(letters)):
-            raise BadInput(f"{path}:{line}: letters other than {letters}: {''.join(wrong)!r}")
-        if not sequence:
-            raise BadInput(f"{path}:{line}: the sequence is empty")
+        if fault := sequences.sequence_fault(sequence, letters):
+            BAD(path, line, fault)
         sequence = sequences.both_ends(sequence, longest)
         spaced = " ".join(sequence) if head.kind == "tag" else sequence
         yield Row(INPUT, (spaced,), None, path, line, id_)

@@ -103,7 +103,6 @@ def read(arguments: argparse.Namespace, form: Sequences) -> TaskSource:
         for split, path in split_files
     }
     bad, left_out = BadRows(arguments.skip_bad), BadRows(skip=True)
-    letters = frozenset(form.alphabet)
 
     def rows() -> Iterator[Row]:
         for split, path in split_files:
@@ -112,11 +111,8 @@ def read(arguments: argparse.Namespace, form: Sequences) -> TaskSource:
             ):
                 sequence = record.sequence.upper()
                 label = form.clean((record.label or "").strip())
-                if wrong := sorted(set(sequence) - letters):
-                    reason = f"letters other than {form.alphabet}: {''.join(wrong)!r}"
-                    bad(path, record.line, reason)
-                elif not sequence:
-                    bad(path, record.line, "the sequence is empty")
+                if fault := sequence_fault(sequence, form.alphabet):
+                    bad(path, record.line, fault)
                 elif label and label == form.without:
                     left_out(path, record.line, f"{label} is not a class of this task")
                 else:
@@ -144,6 +140,13 @@ def read(arguments: argparse.Namespace, form: Sequences) -> TaskSource:
         tokenizer=vocabularies.symbols(form.alphabet),
         split_columns=used,
     )
+
+
+def sequence_fault(sequence: str, letters: str) -> str:
+    """Why a sequence of these letters cannot be used; "" if it can."""
+    if wrong := sorted(set(sequence) - set(letters)):
+        return f"letters other than {letters}: {''.join(wrong)!r}"
+    return "" if sequence else "the sequence is empty"
 
 
 def both_ends(sequence: str, longest: int | None) -> str:

@@ -29,6 +29,7 @@ from ..binarize import check_files, read_lines
 from . import splits
 from .labelled import TAG_METRICS, Row, TaskSource, check_metric, input_files
 from .protein import LETTERS
+from .sequences import sequence_fault
 
 ABOUTS = {
     "conll": "CoNLL's format: a word and its label on each line, blank lines between sentences.",
@@ -283,8 +284,8 @@ def _protein_fault(name: str, protein: str, labels: str, marks: str) -> str:
     """Why a protein cannot be used; "" if it can."""
     if not protein:
         return f"{name} is not in sequences.fasta"
-    if wrong := sorted(set(protein) - set(LETTERS)):
-        return f"{name}: letters other than {LETTERS}: {''.join(wrong)!r}"
+    if fault := sequence_fault(protein, LETTERS):
+        return f"{name}: {fault}"
     if not len(protein) == len(labels) == len(marks):
         return (
             f"{name} has {len(protein)} amino acids, {len(labels)} labels and "
