@@ -90,7 +90,8 @@ def add_skip_lines(parser: argparse.ArgumentParser) -> None:
         type=expression,
         metavar="REGEX",
         help="Leave out lines that match this regular expression anywhere, such as "
-        r"'^\[\d+\]' for footnotes (default: keep all lines).",
+        r"'^\[\d+\]' for footnotes. In plain text, only about the first 32,768 characters of a "
+        "line are searched (default: keep all lines).",
     )
 
 

@@ -332,6 +332,12 @@ def test_416_is_the_end_or_another_file(site: Site, cache: Path) -> None:
         shutil.rmtree(cache)
 
 
+def test_a_cache_that_is_a_file_is_refused(site: Site, cache: Path) -> None:
+    cache.touch()
+    with pytest.raises(BadInput, match=f"--cache {cache} is a file; give a directory"):
+        data_sets.fetch(one(site), cache)
+
+
 def test_a_wrong_checksum_is_refused(site: Site, cache: Path, tmp_path: Path) -> None:
     url = site.put("a.bin", OTHER)
     catalogue = listed(tmp_path, {"url": url, "sha256": sha(BODY)})

@@ -41,7 +41,7 @@ import numpy as np
 
 from xformer.data import vocabularies
 from xformer.data.arguments import whole_number
-from xformer.data.display import Progress
+from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput, Failure
 from xformer.data.joined import open_stores
 from xformer.data.store import Store
@@ -371,6 +371,13 @@ def _counts_to_follow(frequencies: Store, size: int) -> np.ndarray:
         )
     counts = np.pad(id_counts(frequencies, "train"), (0, size - frequencies.vocab_size))
     counts[list(frequencies.tokenizer().special.values())] = 0
+    if lost := counts[:SPECIAL_IDS].sum():
+        say(
+            f"note: ids 0 to {SPECIAL_IDS - 1} are special tokens here, but ordinary ones in "
+            f"{frequencies.path}, where they are {lost / counts.sum():.2%} of the tokens; they are "
+            "left out",
+            error=True,
+        )
     if not counts[SPECIAL_IDS:].any():
         raise BadInput(
             f"--frequencies {frequencies.path} holds only special tokens; give another store"

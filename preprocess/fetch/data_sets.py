@@ -144,6 +144,8 @@ def fetch(data: DataSet, cache: Path) -> Path:
     if data.by_hand:
         raise BadInput(f"{data.name} can only be fetched by hand: {data.by_hand}")
     refuse_existing(cache, overwrite=True)
+    if cache.exists() and not cache.is_dir():
+        raise BadInput(f"--cache {cache} is a file; give a directory")
     target, downloads = cache / data.directory, cache / ".fetch" / data.directory
     if not target.exists():
         make_directory(downloads)
