@@ -56,6 +56,10 @@ def part_number(text: str) -> tuple[int, int]:
     return int(first), int(second)
 
 
+def no_options(parser: argparse.ArgumentParser) -> None:
+    """Add nothing, for a task without options of its own."""
+
+
 def add_output(parser: argparse.ArgumentParser, placeholder: str) -> None:
     """Add `--output` and `--overwrite`. The help shows `placeholder` for the directory."""
     parser.add_argument(

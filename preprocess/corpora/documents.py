@@ -15,13 +15,13 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 from xformer.data.errors import BadInput
 
-from ..bad import BadRows
+from ..bad import STRICT, BadRows
 from ..binarize import not_utf8, open_binary
 from ..tasks.tables import RowTable
 from ..words import EAST_ASIAN, MARKS
@@ -54,7 +54,7 @@ class TextOptions:
     skip: re.Pattern[str] | None = None
     format: str | None = None
     json_field: str = "text"
-    bad: BadRows = field(default_factory=lambda: BadRows(skip=False))
+    bad: BadRows = STRICT
 
 
 def read_documents(
@@ -254,9 +254,6 @@ def whole_document(text: str, options: TextOptions) -> Segments:
     """Yield (segment, does it end the document?) of a document that is in memory as a whole."""
     if options.skip is not None:
         text = "\n".join(line for line in text.split("\n") if not options.skip.search(line))
-    previous = None
-    for part in _cut(text):
-        if previous is not None:
-            yield previous, False
-        previous = part
-    yield previous or "", True
+    *heads, last = _cut(text)
+    yield from ((head, False) for head in heads)
+    yield last, True

@@ -13,6 +13,7 @@ from xformer.data.errors import BadInput
 
 from ..bad import BadRows
 from ..binarize import open_binary, read_lines, unpacked_name
+from ..tasks.tables import HALF
 
 NAME_ANOTHER = "name another with --field"
 _BETWEEN = re.compile(r"[\s,]*")
@@ -24,12 +25,11 @@ def read_json_texts(
     """Yield the texts in `field` of every object. Memory holds the longest line, or a whole file of
     one value.
 
-    The field `a.b` is the field `b` of the object, or of the objects in the list, that is in the
-    field `a`. A field may hold one text, or a list of texts. A value goes to `bad` with its line if
-    it is not an object, lacks the field, or has something other than text in it. So does a line
-    that is not UTF-8 or not JSON. Raises BadInput if a file of one value is not UTF-8 or not JSON.
-    `advance` is called with the size of each block read from the disk, or of each value of an
-    array.
+    `a.b` means: in field `a`, which holds an object or a list of objects, take field `b`. A field
+    may hold one text, or a list of texts. A value goes to `bad` with its line if it is not an
+    object, lacks the field, or has something other than text in it. So does a line that is not
+    UTF-8 or not JSON. Raises BadInput if a file of one value is not UTF-8 or not JSON. `advance` is
+    called with the size of each block read from the disk, or of each value of an array.
     """
     values = _whole(path, advance) if _is_whole(path) else _lines(path, bad, advance)
     for line, value in values:
@@ -43,7 +43,7 @@ def read_json_texts(
         for text in texts:
             if not isinstance(text, str):
                 bad(path, line, f"the field {field!r} is not text: {_shortened(text)}")
-            elif not _is_unicode(text):
+            elif not text.isascii() and HALF.search(text):
                 bad(path, line, f"the field {field!r} holds half of a surrogate pair")
             else:
                 yield text
@@ -127,14 +127,6 @@ def _whole(path: Path, advance: Callable[[int], None]) -> Iterator[tuple[int, An
     advance(size - told)
     if text[place + 1 :].strip():
         raise BadInput(f"{path}:{line}: not valid JSON: there is more text after the array")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _shortened(value: Any) -> str:

@@ -344,10 +344,6 @@ def write_corpus(
             f"--vocab-size {size} is too small: --distinct {corpus.distinct} kinds of brackets "
             f"need {SPECIAL_IDS + 2 * (corpus.distinct or 0)}"
         )
-    if size <= SPECIAL_IDS:
-        raise BadInput(
-            f"--vocab-size {size} is too small: {SPECIAL_IDS} ids are special tokens; give more"
-        )
     table = alias_table(weights(corpus, size, counts))
     words = (f"w{i}" for i in range(SPECIAL_IDS, size))
     tokenizer = vocabularies.symbols(words, separated=True)

@@ -25,26 +25,23 @@ from .sequences import Sequences, sequence_fault
 LETTERS = "ACGTDNRS"  # of the splice file; D, N, R and S stand for an uncertain base
 IUPAC = "ACGTNRYSWKMBDHV"  # the bases, and the letters that stand for several
 DNA_TASKS = {
-    name: Sequences(IUPAC, kind)
-    for name, kind in (
-        ("dna", None),
-        ("dna/h3", "class"),
-        ("dna/h4", "class"),
-        ("dna/h3k9ac", "class"),
-    )
-}
-ABOUTS = {
-    "dna": "Labelled DNA: FASTA, text with three lines per record, csv, JSON lines or parquet.",
-    "dna/h3": "Is yeast DNA wrapped around histone H3? Reads Hilbert-CNN's text, or csv.",
-    "dna/h4": "Is yeast DNA wrapped around histone H4? Reads Hilbert-CNN's text, or csv.",
-    "dna/h3k9ac": "Is yeast DNA wrapped around acetylated H3? Reads Hilbert-CNN's text, or csv.",
+    "dna": Sequences(
+        "Labelled DNA: FASTA, text with three lines per record, csv, JSON lines or parquet.", IUPAC
+    ),
+    "dna/h3": Sequences(
+        "Is yeast DNA wrapped around histone H3? Reads Hilbert-CNN's text, or csv.", IUPAC, "class"
+    ),
+    "dna/h4": Sequences(
+        "Is yeast DNA wrapped around histone H4? Reads Hilbert-CNN's text, or csv.", IUPAC, "class"
+    ),
+    "dna/h3k9ac": Sequences(
+        "Is yeast DNA wrapped around acetylated H3? Reads Hilbert-CNN's text, or csv.",
+        IUPAC,
+        "class",
+    ),
 }
 SPLICE_FILES = ("splice.data", "splice.txt")
 SPLICE_CLASSES = ["EI", "IE", "N"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: `dna/splice` has no options of its own."""
 
 
 def read(arguments: argparse.Namespace) -> TaskSource:

@@ -124,7 +124,7 @@ def check_metric(kind: str, metric: str | None) -> str:
 
     Raises BadInput if `metric` does not fit the kind of task.
     """
-    allowed = {"class": CLASS_METRICS, "score": SCORE_METRICS, "tag": TAG_METRICS}[kind]
+    allowed = {"class": CLASS_METRICS, "score": SCORE_METRICS}[kind]
     if metric is None:
         return allowed[0]
     if metric not in allowed:
@@ -175,7 +175,7 @@ def write_task(
     _say_unlabelled(task, survey)
     say_empty(survey.empty, sum(survey.rows.values()), survey.first_empty)
     names: list[str] = [name for name in ORDER if name in survey.rows]
-    columns, ragged = _store_columns(task, survey)
+    columns, ragged = store_columns(task.kind, task.pairs, survey.ids, survey.groups)
     with create_store(output, tokenizer, columns, ragged, overwrite) as store:
         with ExitStack() as stack:
             splits = {name: stack.enter_context(store.split(name)) for name in names}
@@ -212,17 +212,21 @@ def _task_origin(
     return record | {key: value for key, value in oddities.items() if value}
 
 
-def _store_columns(task: TaskSource, survey: RowSurvey) -> tuple[dict[str, str], list[str]]:
-    """The type of every column of the store, and the names of the ragged columns.
+def store_columns(
+    kind: str, pairs: bool, ids: bool, groups: bool, inputs: Sequence[str] = ()
+) -> tuple[dict[str, str], list[str]]:
+    """The type of every column of a store of this kind, and the names of the ragged columns.
 
-    The type "" stands for that of token ids.
+    The type "" stands for that of token ids. `pairs` says whether a row has two texts. `inputs` are
+    columns for the texts themselves.
     """
-    texts = ["tokens", "tokens_b"] if task.pairs else ["tokens"]
+    texts = ["tokens", "tokens_b"] if pairs else ["tokens"]
     label = {"score": {"label": "float32"}, "tag": {"labels": "int16"}}
-    columns = {**dict.fromkeys(texts, ""), **label.get(task.kind, {"label": "int64"})}
-    columns |= {"id": "uint8"} if survey.ids else {}
-    columns |= {"group": "int64"} if survey.groups else {}
-    return columns, [name for name in columns if name in (*texts, "id", "labels")]
+    columns = {**dict.fromkeys(texts, ""), **label.get(kind, {"label": "int64"})}
+    columns |= dict.fromkeys(inputs, "uint8")
+    columns |= {"id": "uint8"} if ids else {}
+    columns |= {"group": "int64"} if groups else {}
+    return columns, [name for name in columns if name not in ("label", "group")]
 
 
 def _rows(task: TaskSource, drawn: Sequence[str] | None) -> Iterator[Row]:

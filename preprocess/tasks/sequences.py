@@ -38,6 +38,7 @@ LABEL = ("label", "labels", "class", "score", "target")
 class Sequences:
     """What distinguishes one task on sequences from another."""
 
+    about: str
     alphabet: str
     kind: str | None = None  # "class" or "score"; None: the user says which
     label: tuple[str, ...] = LABEL  # what the column of the label may be called
@@ -227,12 +228,12 @@ def _marks(
     if columns is not None:
         return splits.find(RowTable(path), split_column, columns, split, used)
     splits.refuse_columns(split_column, path)
-    if split and (header := splits.of_header(_first_line(path).split()[1:])):
+    if split and (header := splits.of_header(first_line(path).split()[1:])):
         splits.note_unread(path, f"field {next(iter(header)).upper()}= in the headers", split)
     return None if split or split_column == splits.NONE else used
 
 
-def _first_line(path: Path) -> str:
+def first_line(path: Path) -> str:
     """The first line of a file that is not blank."""
     lines = (line.strip() for _, line in read_lines(path, BadRows(skip=True)))
     return next(filter(None, lines), "")

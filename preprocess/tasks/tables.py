@@ -16,7 +16,7 @@ from xformer.data.display import say
 from xformer.data.errors import BadInput, lacks
 
 from ..bad import BadRows
-from ..binarize import PACKED, read_lines
+from ..binarize import read_lines, unpacked_name
 
 ENDINGS = (".tsv", ".csv", ".txt", ".jsonl", ".json", ".parquet")
 BLOCK = 8192  # rows of a parquet file held at once
@@ -55,17 +55,17 @@ def _from_csv(cell: str) -> bool:
 
 def extension(path: Path) -> str:
     """The ending that tells the format, in lower case: ".csv" for `A.CSV.gz`."""
-    return (Path(path.stem) if path.suffix in PACKED else path).suffix.lower()
+    return unpacked_name(path).suffix.lower()
 
 
 def stem(path: Path) -> str:
     """The file's name without its ending and that of its compression: "A" for `A.csv.gz`."""
-    return Path(path.stem).stem if path.suffix in PACKED else path.stem
+    return unpacked_name(path).stem
 
 
 def other_separator(form: Form, header: str, name: str) -> str:
-    """ "; its columns look comma-separated: ...", with the remedy, if a header that was read in
-    this form names a column like `name` once it is split at another separator; otherwise ""."""
+    """A hint for a missing column: if another separator gives a header with a column like `name`,
+    it names that separator and the remedy; otherwise it is empty."""
     for separator, called in SEPARATORS.items():
         cells = [cell.strip().strip('"') for cell in header.split(separator)]
         known = len(cells) > 1 and get_close_matches(name, cells, 1)
