@@ -113,7 +113,7 @@ def read_part(
     begins. Its beginning is the number of bytes read from disk when the reader yields it. Files are
     read about a megabyte at a time, so parts may differ by that much from equal sizes. A file that
     several parts share is read from its beginning for each of them, but each yields only its own
-    documents.
+    documents. A file of one JSON object is not divided.
     """
     total = sum(path.stat().st_size for path in paths)
     for path, begin, end in files_of_part(paths, part):
