@@ -56,6 +56,10 @@ def part_number(text: str) -> tuple[int, int]:
     return int(first), int(second)
 
 
+def no_options(parser: argparse.ArgumentParser) -> None:
+    """Add nothing, for a task without options of its own."""
+
+
 def add_output(parser: argparse.ArgumentParser, placeholder: str) -> None:
     """Add `--output` and `--overwrite`. The help shows `placeholder` for the directory."""
     parser.add_argument(
@@ -90,7 +94,8 @@ def add_skip_lines(parser: argparse.ArgumentParser) -> None:
         type=expression,
         metavar="REGEX",
         help="Leave out lines that match this regular expression anywhere, such as "
-        r"'^\[\d+\]' for footnotes (default: keep all lines).",
+        r"'^\[\d+\]' for footnotes. In plain text, only about the first 32,768 characters of a "
+        "line are searched (default: keep all lines).",
     )
 
 

@@ -54,3 +54,6 @@ class BadRows:
     def as_origin(self) -> dict[str, Any]:
         """The entry for a store's origin: the number of skipped rows, if `skip` is set."""
         return {"skipped_rows": self.count} if self.skip else {}
+
+
+STRICT = BadRows(skip=False)  # the first bad row is an error, so it never holds any

@@ -19,10 +19,16 @@ from xformer.data.errors import BadInput, lacks
 from xformer.data.files import file_checksum, near
 from xformer.data.writing import SplitWriter
 
-from .bad import BadRows
+from .bad import STRICT, BadRows
 
 BATCH = 2**20  # characters encoded at once
 PACKED = (".gz", ".zst")  # endings of compressed files
+
+
+def check_exists(path: Path) -> None:
+    """Raise BadInput if there is nothing at a path."""
+    if not path.exists():
+        raise BadInput(f"{path} does not exist{near(path, folders=False)}")
 
 
 def check_files(paths: Iterable[Path]) -> None:
@@ -30,8 +36,7 @@ def check_files(paths: Iterable[Path]) -> None:
     for path in paths:
         if path.is_dir():
             raise BadInput(f"{path} is a directory; give a file")
-        if not path.exists():
-            raise BadInput(f"{path} does not exist{near(path, folders=False)}")
+        check_exists(path)
         if path.stat().st_size == 0:
             raise BadInput(f"{path} is empty")
 
@@ -133,7 +138,7 @@ class _Blocks(io.RawIOBase):
 
 
 def read_lines(
-    path: Path, bad: BadRows | None = None, advance: Callable[[int], None] = lambda _: None
+    path: Path, bad: BadRows = STRICT, advance: Callable[[int], None] = lambda _: None
 ) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, line without its line end) of a UTF-8 file.
 
@@ -141,7 +146,6 @@ def read_lines(
     UTF-8 goes to `bad` (default: raises BadInput naming file and line). `advance` is called with
     the size of each block read from the disk.
     """
-    bad = BadRows(skip=False) if bad is None else bad
     with open_binary(path, advance) as file:
         number = 0
         for line in file:  # not `enumerate`, which would keep a second reference to a long line

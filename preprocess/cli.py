@@ -17,6 +17,7 @@ from xformer.data.arguments import CommandParser
 from xformer.data.errors import Interrupted, typed
 
 from . import join, stats
+from .arguments import no_options
 from .corpora import dialects, pydocs, synthetic, text
 from .fetch import data_sets
 from .tasks import (
@@ -38,18 +39,11 @@ AddArguments = Callable[[argparse.ArgumentParser], None]
 
 
 class SubCommand(NamedTuple):
-    """A sub-command: a function that adds its options, one that runs it, and its description."""
+    """A sub-command or a task: a function that adds its own options, one that runs the command or
+    reads the files of the task, and its description."""
 
     add_arguments: AddArguments
-    run: Callable[[argparse.Namespace], None]
-    about: str
-
-
-class TaskReader(NamedTuple):
-    """A task: a function that adds its own options, one that reads its files, its description."""
-
-    add_arguments: AddArguments
-    read: Callable[[argparse.Namespace], labelled.TaskSource]
+    run: Callable[[argparse.Namespace], Any]
     about: str
 
 
@@ -103,33 +97,33 @@ SUB_COMMANDS = {
     ),
 }
 TASK_READERS = {
-    "tsv": TaskReader(
+    "tsv": SubCommand(
         tsv.add_arguments,
         tsv.read,
         "Any delimited, JSON lines or parquet file with text columns and a label or score column.",
     ),
     **{
-        name: TaskReader(glue.add_arguments, partial(glue.read, name=name), task.about)
+        name: SubCommand(glue.add_arguments, partial(glue.read, name=name), task.about)
         for name, task in glue.GLUE_TASKS.items()
     },
-    "dna/splice": TaskReader(
-        dna.add_arguments,
+    "dna/splice": SubCommand(
+        no_options,
         dna.read,
         "UCI's splice-junction file: do 60 letters have a donor, an acceptor or no site?",
     ),
     **{
-        name: TaskReader(
+        name: SubCommand(
             partial(sequences.add_arguments, form=form),
             partial(sequences.read, form=form),
-            (dna.ABOUTS | protein.ABOUTS)[name],
+            form.about,
         )
         for name, form in (dna.DNA_TASKS | protein.PROTEIN_TASKS).items()
     },
-    "music/maestro": TaskReader(music.add_arguments, music.read, music.ABOUT),
-    "choice": TaskReader(choice.add_arguments, choice.read, choice.ABOUT),
-    "conll": TaskReader(tags.add_conll_arguments, tags.read_conll, tags.ABOUTS["conll"]),
+    "music/maestro": SubCommand(music.add_arguments, music.read, music.ABOUT),
+    "choice": SubCommand(choice.add_arguments, choice.read, choice.ABOUT),
+    "conll": SubCommand(tags.add_conll_arguments, tags.read_conll, tags.ABOUTS["conll"]),
     **{
-        name: TaskReader(tags.add_flip_arguments, tags.read_flip, tags.ABOUTS[name])
+        name: SubCommand(no_options, tags.read_flip, tags.ABOUTS[name])
         for name in ("protein/secondary", "protein/conservation")
     },
 }
@@ -165,7 +159,7 @@ def make_parser() -> CommandParser:
     )
     for name, reader in TASK_READERS.items():
         add = partial(labelled.add_arguments, add_own=reader.add_arguments)
-        _add(names, name, add, partial(labelled.run, name, reader.read), reader.about)
+        _add(names, name, add, partial(labelled.run, name, reader.run), reader.about)
     _add(names, "squad", squad.add_arguments, squad.run, squad.ABOUT)
     about = "Generate an artificial corpus and write it into a store."
     names = commands.add_parser("synthetic", help=about, description=about).add_subparsers(

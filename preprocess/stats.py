@@ -243,7 +243,8 @@ def _short(value: float) -> str:
 def verify_store(path: Path) -> None:
     """Check every block of every file of a store, and print the result for each file.
 
-    Raises BadInput if there is no store. Raises Failure naming the damaged files and blocks.
+    Raises BadInput if there is no store. Raises Failure naming the damaged files and blocks, or if
+    the store is replaced meanwhile.
     """
     if not (path / "store.json").is_file():
         raise no_store(path)
@@ -259,13 +260,16 @@ def verify_store(path: Path) -> None:
         for name, file in split["files"].items()
     }
     wrong: dict[Path, list[int]] = {file: [] for file in sizes}
+    left = sum(-(-size // CHECKSUM_BLOCK) for size in sizes.values())
     with Progress("verifying", sum(sizes.values()), "B") as bar:
         for part in store.parts:
             for name, block, good in part.verify():
-                file = part.path / name
+                file, left = part.path / name, left - 1
                 bar.advance(min(CHECKSUM_BLOCK, sizes[file] - block * CHECKSUM_BLOCK))
                 if not good:
                     wrong[file].append(block)
+    if left:
+        raise Failure(f"{path} was replaced while it was checked; run again")
     for file, blocks in wrong.items():
         shown = file if len(store.parts) > 1 else file.relative_to(path)
         say(f"{shown}: {'damaged' if blocks else 'ok'}")

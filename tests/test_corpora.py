@@ -128,12 +128,14 @@ def test_files_directories_and_globs(tmp_path, monkeypatch, capsys):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("x")
     Path("d/empty.txt").touch()
+    Path("d/l").symlink_to("../e")
     files = find_files(["e/one.md", "d", "e/**/*.md"])
     names = ["d/a/A.TXT", "d/a/x.java.zst", "d/a/z.jsonl.gz", "d/b.txt", "d/c.fa"]
     assert list(map(str, files)) == ["e/one.md", *names, "e/f/two.md", "e/one.md"]
     said = capsys.readouterr().err
-    assert "d: 4 files left out (" in said
-    assert all(part in said for part in ("1 .md", "1 .json", "1 no ending", "1 hidden"))
+    assert "d: 5 files left out (" in said
+    kinds = ("1 .md", "1 .json", "1 no ending", "1 hidden", "1 linked folder")
+    assert all(part in said for part in kinds)
     assert "d: 1 empty files left out" in said
     assert Path("d/m.json") in find_files(["d"], "text")
     assert find_files(["d/m.json"]) == [Path("d/m.json")]
@@ -870,7 +872,7 @@ def test_a_file_and_its_packed_copy_are_one(tmp_path: Path) -> None:
     """`gzip --keep` leaves both, and the text would be read twice."""
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text"))
-    with pytest.raises(BadInput, match=r"a\.txt\.gz are one file, with and without compression"):
+    with pytest.raises(BadInput, match=r"a\.txt\.gz have the same name apart from compression"):
         check_distinct({"train": find_files([str(tmp_path)], None)})
 
 

@@ -231,7 +231,7 @@ def test_a_data_set_comes_whole_and_once(
     assert (target / "nested").read_bytes() == inner
     assert (target / "In" / "a").read_bytes() == b"two\n" * 500
     assert f"{url}: {len(body):,} bytes, SHA-256 as in the catalogue" in first.out
-    assert f"it is {sha(b'beside' + bytes([10]))}; record it" in first.out
+    assert f"it arrived with {sha(b'beside' + bytes([10]))}" in first.out
     assert "licence: CC0\ncite: Someone 2020\n" in first.out
     assert f"next: python preprocess.py text --input {target}/a.txt\n" in first.out
     record = json.loads((target / "SOURCE.json").read_text())
@@ -330,6 +330,12 @@ def test_416_is_the_end_or_another_file(site: Site, cache: Path) -> None:
         assert (data_sets.fetch(data, cache) / "a.bin").read_bytes() == BODY
         assert site.sent == ([300_000] if rest else [])
         shutil.rmtree(cache)
+
+
+def test_a_cache_that_is_a_file_is_refused(site: Site, cache: Path) -> None:
+    cache.touch()
+    with pytest.raises(BadInput, match=f"--cache {cache} is a file; give a directory"):
+        data_sets.fetch(one(site), cache)
 
 
 def test_a_wrong_checksum_is_refused(site: Site, cache: Path, tmp_path: Path) -> None:
@@ -562,7 +568,7 @@ def test_two_at_once_fetch_once(site: Site, cache: Path, tmp_path: Path) -> None
     release.set()
     outs = [process.communicate(timeout=60)[0] for process in (first, second)]
     assert [first.returncode, second.returncode] == [0, 0]
-    assert "no SHA-256 in the catalogue" in outs[0]
+    assert "the catalogue has no SHA-256 for this file" in outs[0]
     assert "already here" in outs[1]
     assert len(site.asked) == 1
 

@@ -80,6 +80,39 @@ def test_a_long_file_is_divided_within(tmp_path: Path, monkeypatch: pytest.Monke
     assert max(sizes) - min(sizes) < 0.4 * np.mean(sizes)
 
 
+@pytest.mark.parametrize(
+    "name", ["a.csv", "a.tsv.gz", "a.parquet", "a.jsonl", "a.json", "table.json", "columns.json"]
+)
+def test_tables_and_json_are_divided_within(name: str, tmp_path: Path) -> None:
+    """What is read of each document is told before it, and at the end it is the whole file."""
+    rows = texts(20_000, 2).split("\n\n")
+    path, table = tmp_path / name, [{"text": row} for row in rows]
+    if name == "a.parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pytest.importorskip("pyarrow").table({"text": rows}), path)
+    elif name == "columns.json":
+        path.write_text(json.dumps({"text": {str(i): row for i, row in enumerate(rows)}}))
+    elif name in ("a.json", "table.json"):
+        path.write_text(json.dumps(table))
+    elif name == "a.jsonl":
+        path.write_text("\n".join(map(json.dumps, table)))
+    else:
+        lines = "\n".join(["text", *rows]).encode()
+        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+    form = "table" if name in ("table.json", "columns.json") else None
+    options, seen = TextOptions(format=form), list[int]()
+    whole = [text for text, _ in read_documents([path], options, seen.append)]
+    assert whole == rows
+    assert sum(seen) == path.stat().st_size
+    parts = [
+        [text for text, _ in read_part([path], (number, 4), options, lambda _: None)]
+        for number in (1, 2, 3, 4)
+    ]
+    assert [text for part in parts for text in part] == rows
+    sizes = [sum(map(len, part)) for part in parts]
+    assert max(sizes) - min(sizes) < 0.4 * np.mean(sizes)
+
+
 @pytest.fixture(scope="module")
 def made(
     forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory

@@ -78,6 +78,16 @@ def test_families_are_paired_as_drawn(seed: int) -> None:
     assert (np.abs(np.delete(counts, 3) - expected) < 5 * np.sqrt(expected)).all()
 
 
+def test_rows_without_a_known_family_are_in_no_pair() -> None:
+    family = np.array([-2, 0, 1, -1, 0, -2, 1])
+    for seed in range(20):
+        first, second, label = pairs.draw_family(np.random.default_rng(seed), family)
+        assert first.tolist() == [1, 2, 4, 6]
+        assert (family[second] >= 0).all()
+        assert ((family[first] == family[second]) == (label == 1)).all()
+    assert len(pairs.draw_family(np.random.default_rng(0), np.array([-2, 0, -1, 0])).first) == 0
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_next_row_is_the_next_of_its_document(seed: int) -> None:
     document = np.repeat(np.arange(len(SIZES)), SIZES)
@@ -120,13 +130,24 @@ def test_a_store_of_pairs(source: Path, tmp_path: Path) -> None:
     assert again.key == store.key != other.key
 
 
-@pytest.mark.parametrize(("kind", "how"), [("next", "text --documents"), ("family", "task prot")])
-def test_refused(tmp_path: Path, kind: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("store_kind", "column", "kind", "how"),
+    [
+        ("text", "", "next", "text --documents"),
+        ("span", "group", "next", "text --documents"),
+        ("score", "label", "family", "task prot"),
+        ("text", "", "family", "task prot"),
+    ],
+)
+def test_refused(tmp_path: Path, store_kind: str, column: str, kind: str, how: str) -> None:
     symbols = vocabularies.symbols(LETTERS)
-    with create_store(tmp_path / "s", symbols, {"tokens": ""}) as store:
+    columns = {"tokens": ""} | ({column: "int64"} if column else {})
+    with create_store(tmp_path / "s", symbols, columns) as store:
         with store.split("train") as split:
             split.append_ragged("tokens", np.array([5, 6]), np.array([1, 1]))
-        store.finish("text", [], None, {})
+            if column:
+                split.append(column, np.array([0, 0]))
+        store.finish(store_kind, [], None, {})
     with pytest.raises(BadInput, match=f"needs a store made by `{how}"):
         make(tmp_path / "s", tmp_path / "out", "--kind", kind)
     assert not (tmp_path / "out").exists()

@@ -411,6 +411,11 @@ def test_questions(shared: Path, data: Toys, forks: Forks, tmp_path: Path) -> No
     rows = [dict(zip(("id", "question", "context"), one, strict=True)) for one in asked]
     files = [tmp_path / "dev.json", tmp_path / "hidden.json"]
     files += [write(tmp_path / f"rows.{form}", rows) for form in ("jsonl", "csv", "json")]
+    (tmp_path / "lines.json").write_text((tmp_path / "rows.jsonl").read_text())
+    for name in ("hidden.json", "lines.json"):
+        files.append(tmp_path / f"{name}.gz")
+        files[-1].write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+    files.append(tmp_path / "lines.json")
     for file in files:
         predicted = predict(forks, run, file)
         assert {row["id"]: row["answer"] for row in predicted} == expected, file

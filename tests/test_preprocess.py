@@ -828,7 +828,7 @@ def test_refused_directories(base, monkeypatch, tmp_path, files, phrase):
         ("EI, A, ACGX", "splice.data:2: letters other than ACGTDNRS: 'X'"),
         ("XX, A, ACGT", "splice.data:2: label 'XX' is not one of EI, IE, N"),
         ("EI, ACGT", "splice.data:2: not `class, name, sequence`"),
-        ("EI, A,", "splice.data:2: letters"),
+        ("EI, A,", "splice.data:2: the sequence is empty"),
     ],
 )
 def test_refused_splice(monkeypatch, tmp_path, line, phrase):

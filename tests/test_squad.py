@@ -39,13 +39,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def question(number: int, text: str | None, start: int = -1, **more: Any) -> dict[str, Any]:
-    start = CONTEXT.index(text) if text and start < 0 else start
+def question(number: int, text: str | None, start: Any = -1, **more: Any) -> dict[str, Any]:
+    start = CONTEXT.index(text) if text and start == -1 else start
     answers = [] if text is None else [{"text": text, "answer_start": start}]
     return {"id": f"q{number}", "question": f"what is {number}?", "answers": answers, **more}
 
 
-def squad(*questions: dict[str, Any], context: str = CONTEXT) -> dict[str, Any]:
+def squad(*questions: dict[str, Any], context: Any = CONTEXT) -> dict[str, Any]:
     paragraphs = [{"context": context, "qas": list(questions)}]
     return {"version": "v2.0", "data": [{"title": "Caf\u00e9", "paragraphs": paragraphs}]}
 
@@ -228,6 +228,16 @@ def test_dev_sets_of_squad(shared, tmp_path):
         ({"data": [3]}, "not of SQuAD's form"),
         ({"data": []}, "raw.json holds no question that can be used"),
         (squad({"id": "q", "question": "?"}), "raw.json:1: q: it has no 'answers' to train on"),
+        (squad(question(0, "1973", "x")), "not of SQuAD's form .*invalid literal .* 'x'"),
+        (squad(question(0, "1973", 1e999)), "not of SQuAD's form .* infinity"),
+        (squad(question(0, "1973", question=None)), "raw.json:1: 'q0': the question is 'None', w"),
+        (squad(question(0, "1973", question="a\ud800")), ":1: 'q0': the question holds half of a"),
+        (
+            squad({**question(0, "1973"), "id": "\ud800"}),
+            r":1: '\\ud800': the id holds half of a s",
+        ),
+        (squad(question(0, "1973"), context="1973\ud800"), ":1: 'q0': the context holds half of a"),
+        (squad(question(0, "1973"), context=["1973"]), ":1: 'q0': the context is .* is not text"),
     ],
 )
 def test_refused(monkeypatch, tmp_path, tokenizer, value, phrase):
@@ -242,7 +252,7 @@ def test_refused(monkeypatch, tmp_path, tokenizer, value, phrase):
         (["--stride", 400], "--stride 400 would leave gaps: .* hold only 317; give --stride 158"),
         (["--max-tokens", 128, "--stride", 62], "hold only 61; give --stride 30$"),
         (["--valid", "missing.json"], "missing.json does not exist"),
-        (["--input", "nowhere"], "nowhere is not a directory"),
+        (["--input", "nowhere"], "nowhere does not exist"),
     ],
 )
 def test_refused_options(monkeypatch, tmp_path, tokenizer, options, phrase):
@@ -332,6 +342,7 @@ def test_a_single_file_that_cannot_be_split(
 
 def test_bad_questions_are_skipped_and_counted(monkeypatch, tmp_path, tokenizer, capsys):
     value = squad(question(0, "1973", 3), question(1, "1973"), question(1, None))
+    value["data"] += squad(context=[])["data"]  # without questions, so nothing to count
     store = make(monkeypatch, tmp_path, tokenizer, value, "--skip-bad")
     assert store.meta["origin"]["skipped_rows"] == 2
     assert "raw.json:1: q0" in capsys.readouterr().err

@@ -5,9 +5,11 @@ both.
 from __future__ import annotations
 
 import hashlib
+import shutil
 import signal
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 
 from xformer.data import display, files, store, vocabularies
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, Failure
 from xformer.data.store import Store, open_store
 from xformer.data.writing import create_store
 from xformer.preprocess import cli, stats, stats_figure
@@ -257,3 +259,19 @@ def test_verify_reports_a_block_before_it_reads_the_next(tmp_path, monkeypatch):
     assert all(good for _, _, good in checked)
     total = sum(path.stat().st_size for path in (tmp_path / "s").glob("*/*.npy"))
     assert sum(hashed) == total
+
+
+def test_verify_notices_that_the_store_is_replaced(tmp_path, monkeypatch):
+    write(tmp_path / "s", "class")
+    verify = Store.verify
+
+    def replaced(self: Store) -> Iterator[tuple[str, int, bool]]:
+        for number, block in enumerate(verify(self)):
+            if number == 3:
+                shutil.rmtree(tmp_path / "s")
+                write(tmp_path / "s", "score")
+            yield block
+
+    monkeypatch.setattr(Store, "verify", replaced)
+    with pytest.raises(Failure, match="s was replaced while it was checked; run again"):
+        command(monkeypatch, "verify", tmp_path / "s")

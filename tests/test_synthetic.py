@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from xformer.data import vocabularies
+from xformer.data import tokenizers, vocabularies
 from xformer.data.errors import BadInput, Failure
 from xformer.data.store import Ragged, Store, open_store
 from xformer.data.writing import create_store
@@ -402,6 +402,21 @@ def source(tmp_path: Path) -> Path:
             split.append_ragged("tokens", values, np.array([len(values)]))
         store.finish("text", [], None, {})
     return tmp_path / "source"
+
+
+def test_frequencies_of_a_store_with_other_special_tokens(tmp_path, capsys):
+    """Ids 0 to 4, which are special here, may be ordinary tokens there, as in GPT-2."""
+    pieces = [*"abcdefgh", *tokenizers.BERT_SPECIAL.values()]
+    tokenizer = vocabularies.wordpiece({piece: i for i, piece in enumerate(pieces)}, True)
+    with create_store(tmp_path / "source", tokenizer, {"tokens": ""}) as store:
+        with store.split("train") as split:
+            split.append_ragged("tokens", np.array([0, 5, 6, 7]), np.array([4]))
+        store.finish("text", [], None, {})
+    corpus = Corpus("zipf", 100, (5, 9), 0)
+    synthetic.write_corpus(tmp_path / "s", corpus, None, open_store(tmp_path / "source"), {})
+    said = capsys.readouterr().err
+    assert "note: ids 0 to 4 are special tokens here, but ordinary ones in" in said
+    assert "where they are 25.00% of the tokens; they are left out" in said
 
 
 @pytest.mark.parametrize("name", ["zipf", "nesting"])

@@ -149,6 +149,11 @@ def test_conll_u(make: Make) -> None:
     assert store.metric == "accuracy"
 
 
+def test_white_space_around_words_and_labels_is_dropped(make: Make) -> None:
+    store = make({"a.tsv": "EU\tO \n lamb\tB-X\n\ncall \tO\n"}, "conll", "--train", "a.tsv")
+    assert words(store, "train") == [[("eu", "O"), ("lamb", "B-X")], [("call", "O")]]
+
+
 TSV = "EU\tB-ORG\ncall\tO\n\nlamb\tO\n\n"
 REFUSED: list[tuple[dict[str, str], list[str], str, bool]] = [
     ({"a.tsv": TSV + "x\n"}, ["--train", "a.tsv"], r"a\.tsv:6: 1 column instead of the 2", True),

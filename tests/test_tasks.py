@@ -1101,6 +1101,7 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
         None,
     ),
     ({"train.tsv": TSV}, [*T, "--labels", "x,y,x", "--input", "."], "give each class once", None),
+    ({"train.tsv": TSV}, [*T, "--labels", "x,y,", "--input", "."], "x,y,: a name is empty", None),
     (
         {"train.tsv": "t\tl\n" + tsv([["a", f"0.{i}"] for i in range(1, 62)])},
         [*T, "--input", "."],

@@ -15,13 +15,13 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 from xformer.data.errors import BadInput
 
-from ..bad import BadRows
+from ..bad import STRICT, BadRows
 from ..binarize import not_utf8, open_binary
 from ..tasks.tables import RowTable
 from ..words import EAST_ASIAN, MARKS
@@ -54,7 +54,7 @@ class TextOptions:
     skip: re.Pattern[str] | None = None
     format: str | None = None
     json_field: str = "text"
-    bad: BadRows = field(default_factory=lambda: BadRows(skip=False))
+    bad: BadRows = STRICT
 
 
 def read_documents(
@@ -62,8 +62,9 @@ def read_documents(
 ) -> Segments:
     """Yield (segment, does it end its document?) of several files. A document ends with its file.
 
-    `advance` is called with the size of each block read from the disk. Raises BadInput naming file
-    and line for what cannot be read.
+    `advance` is called with the size of each block read from the disk, or, if the format needs the
+    whole file at once, with the size of each document. Raises BadInput naming file and line for
+    what cannot be read.
     """
     for path in paths:
         form = options.format or inputs.format_of(path)
@@ -109,9 +110,10 @@ def read_part(
     parts, one part after the other, are those of the files in the same order.
 
     The bytes of all files are divided evenly, and a document belongs to the part in which it
-    begins. It counts as beginning where reading has arrived when it appears. Files are read about a
-    megabyte at a time, so parts may differ by that much from equal sizes. A file that several parts
-    share is read from its beginning for each of them, but each yields only its own documents.
+    begins. Its beginning is the number of bytes read from disk when the reader yields it. Files are
+    read about a megabyte at a time, so parts may differ by that much from equal sizes. A file that
+    several parts share is read from its beginning for each of them, but each yields only its own
+    documents. A file of one JSON object is not divided.
     """
     total = sum(path.stat().st_size for path in paths)
     for path, begin, end in files_of_part(paths, part):
@@ -151,10 +153,9 @@ def _column(path: Path, name: str, bad: BadRows, advance: Callable[[int], None])
     if name not in table.columns:
         others = "name one with --field, or give --format text to read all of it"
         raise BadInput(f"{table.missing(name)}; {others}")
-    for _, (text,) in table.rows([name], bad):
+    for _, (text,) in table.rows([name], bad, advance=advance):
         if text:
             yield text
-    advance(path.stat().st_size)
 
 
 def read_pieces(
@@ -253,9 +254,6 @@ def whole_document(text: str, options: TextOptions) -> Segments:
     """Yield (segment, does it end the document?) of a document that is in memory as a whole."""
     if options.skip is not None:
         text = "\n".join(line for line in text.split("\n") if not options.skip.search(line))
-    previous = None
-    for part in _cut(text):
-        if previous is not None:
-            yield previous, False
-        previous = part
-    yield previous or "", True
+    *heads, last = _cut(text)
+    yield from ((head, False) for head in heads)
+    yield last, True

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from xformer.data.errors import BadInput
 
-from ..bad import BadRows
+from ..bad import STRICT, BadRows
 from ..binarize import not_utf8, open_binary
 
 FASTA_LETTERS = string.ascii_uppercase + "*"  # amino acids, ambiguity codes, and * for stop
@@ -17,18 +17,19 @@ _SPACE = string.whitespace.encode()
 
 
 def read_fasta(
-    path: Path, bad: BadRows | None = None, advance: Callable[[int], None] = lambda _: None
+    path: Path,
+    bad: BadRows = STRICT,
+    advance: Callable[[int], None] = lambda _: None,
+    letters: str = FASTA_LETTERS,
 ) -> Iterator[tuple[int, str, str]]:
     """Yield (line number of the header, header without ">", sequence) of every record.
 
     White space is dropped from sequences, and letters are made upper case. The file may be
     compressed (see `open_binary`). Memory holds one record. A record goes to `bad` (default: raises
-    BadInput) if it has no sequence, bytes that are not UTF-8, or a letter other than A to Z and
-    `*`. (Chiang and Lee 2020, section 3, use A to Z.) Raises BadInput naming file and line if there
-    is text before the first header. `advance` is called with the size of each block read from the
-    disk.
+    BadInput) if it has no sequence, bytes that are not UTF-8, or others than `letters`. (Chiang and
+    Lee 2020, section 3, use A to Z.) Raises BadInput naming file and line if there is text before
+    the first header. `advance` is called with the size of each block read from the disk.
     """
-    bad = BadRows(skip=False) if bad is None else bad
     start, header, good, parts = 0, "", True, list[bytes]()
     with open_binary(path, advance) as file:
         for number, line in enumerate(file, 1):
@@ -50,7 +51,7 @@ def read_fasta(
                 )
             elif good:
                 parts.append(line.translate(None, _SPACE).upper())
-                good = _is_sequence(path, number, parts[-1], bad)
+                good = _is_sequence(path, number, parts[-1], letters, bad)
     if start == 0:
         raise BadInput(f"{path} holds no FASTA record (a line `>name`, then a sequence)")
     if _has_sequence(path, start, good, parts, bad):
@@ -64,12 +65,12 @@ def _has_sequence(path: Path, line: int, good: bool, parts: list[bytes], bad: Ba
     return good
 
 
-def _is_sequence(path: Path, line: int, letters: bytes, bad: BadRows) -> bool:
-    wrong = letters.translate(None, FASTA_LETTERS.encode())
+def _is_sequence(path: Path, line: int, part: bytes, letters: str, bad: BadRows) -> bool:
+    wrong = part.translate(None, letters.encode())
     if not wrong:
         return True
     try:
-        bad(path, line, f"{wrong.decode()[0]!r} is not a letter of a sequence (A to Z and *)")
+        bad(path, line, f"{wrong.decode()[0]!r} is not a letter of a sequence ({letters})")
     except UnicodeDecodeError as error:
         bad(path, line, not_utf8(error))
     return False

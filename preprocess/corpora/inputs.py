@@ -40,9 +40,9 @@ def find_files(arguments: Sequence[str], form: str | None = None) -> list[Path]:
 
     An argument is a file, a directory or a glob, in which `**` matches any folders. A directory
     gives all its files with known extensions, or all its files if their format `form` is given. It
-    is searched recursively, without hidden files. Empty files from directories and globs are left
-    out. The number of files left out is printed on standard error. Raises BadInput for an argument
-    that gives no file.
+    is searched recursively, without hidden files and links to folders. Empty files from directories
+    and globs are left out. The number of files left out is printed on standard error. Raises
+    BadInput for an argument that gives no file.
     """
     files: list[Path] = []
     for argument in arguments:
@@ -65,6 +65,8 @@ def _in_directory(directory: Path, form: str | None) -> list[Path]:
     skipped: Counter[str] = Counter()
     for folder, folders, names in os.walk(directory, onerror=_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        # not followed: they may lead back, or to files that are found without them
+        skipped.update("linked folder" for name in folders if Path(folder, name).is_symlink())
         for path in (Path(folder, name) for name in names):
             ending = unpacked_name(path).suffix.lower()
             if path.name.startswith(".") or not path.is_file():
@@ -119,7 +121,7 @@ def check_distinct(splits: dict[str, list[Path]]) -> None:
             twin = plain.setdefault(unpacked_name(path), path)
             if twin is not path:
                 raise BadInput(
-                    f"{twin} and {path} are one file, with and without compression: give only one"
+                    f"{twin} and {path} have the same name apart from compression; give only one"
                 )
 
 

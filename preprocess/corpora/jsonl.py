@@ -13,6 +13,7 @@ from xformer.data.errors import BadInput
 
 from ..bad import BadRows
 from ..binarize import open_binary, read_lines, unpacked_name
+from ..tasks.tables import HALF
 
 NAME_ANOTHER = "name another with --field"
 _BETWEEN = re.compile(r"[\s,]*")
@@ -24,11 +25,11 @@ def read_json_texts(
     """Yield the texts in `field` of every object. Memory holds the longest line, or a whole file of
     one value.
 
-    The field `a.b` is the field `b` of the object, or of the objects in the list, that is in the
-    field `a`. A field may hold one text, or a list of texts. A value goes to `bad` with its line if
-    it is not an object, lacks the field, or has something other than text in it. So does a line
-    that is not UTF-8 or not JSON. Raises BadInput if a file of one value is not UTF-8 or not JSON.
-    `advance` is called with the size of each block read from the disk.
+    `a.b` means: in field `a`, which holds an object or a list of objects, take field `b`. A field
+    may hold one text, or a list of texts. A value goes to `bad` with its line if it is not an
+    object, lacks the field, or has something other than text in it. So does a line that is not
+    UTF-8 or not JSON. Raises BadInput if a file of one value is not UTF-8 or not JSON. `advance` is
+    called with the size of each block read from the disk, or of each value of an array.
     """
     values = _whole(path, advance) if _is_whole(path) else _lines(path, bad, advance)
     for line, value in values:
@@ -42,7 +43,7 @@ def read_json_texts(
         for text in texts:
             if not isinstance(text, str):
                 bad(path, line, f"the field {field!r} is not text: {_shortened(text)}")
-            elif not _is_unicode(text):
+            elif not text.isascii() and HALF.search(text):
                 bad(path, line, f"the field {field!r} holds half of a surrogate pair")
             else:
                 yield text
@@ -101,8 +102,9 @@ def _is_whole(path: Path) -> bool:
 
 def _whole(path: Path, advance: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
     """Yield (line, value) of the values of an array, or an object."""
-    text = "\n".join(line for _, line in read_lines(path, None, advance))
+    text, size, told = "\n".join(line for _, line in read_lines(path)), path.stat().st_size, 0
     if text.lstrip().startswith("{"):
+        advance(size)
         try:
             yield 1, json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -118,17 +120,13 @@ def _whole(path: Path, advance: Callable[[int], None]) -> Iterator[tuple[int, An
             value, place = decoder.raw_decode(text, place)
         except (ValueError, RecursionError) as error:
             raise BadInput(f"{path}:{line}: not valid JSON: {error}") from None
+        read = size * place // len(text)
+        advance(read - told)
+        told = read
         yield line, value
+    advance(size - told)
     if text[place + 1 :].strip():
         raise BadInput(f"{path}:{line}: not valid JSON: there is more text after the array")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _shortened(value: Any) -> str:

@@ -41,7 +41,7 @@ import numpy as np
 
 from xformer.data import vocabularies
 from xformer.data.arguments import whole_number
-from xformer.data.display import Progress
+from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput, Failure
 from xformer.data.joined import open_stores
 from xformer.data.store import Store
@@ -344,10 +344,6 @@ def write_corpus(
             f"--vocab-size {size} is too small: --distinct {corpus.distinct} kinds of brackets "
             f"need {SPECIAL_IDS + 2 * (corpus.distinct or 0)}"
         )
-    if size <= SPECIAL_IDS:
-        raise BadInput(
-            f"--vocab-size {size} is too small: {SPECIAL_IDS} ids are special tokens; give more"
-        )
     table = alias_table(weights(corpus, size, counts))
     words = (f"w{i}" for i in range(SPECIAL_IDS, size))
     tokenizer = vocabularies.symbols(words, separated=True)
@@ -371,6 +367,13 @@ def _counts_to_follow(frequencies: Store, size: int) -> np.ndarray:
         )
     counts = np.pad(id_counts(frequencies, "train"), (0, size - frequencies.vocab_size))
     counts[list(frequencies.tokenizer().special.values())] = 0
+    if lost := counts[:SPECIAL_IDS].sum():
+        say(
+            f"note: ids 0 to {SPECIAL_IDS - 1} are special tokens here, but ordinary ones in "
+            f"{frequencies.path}, where they are {lost / counts.sum():.2%} of the tokens; they are "
+            "left out",
+            error=True,
+        )
     if not counts[SPECIAL_IDS:].any():
         raise BadInput(
             f"--frequencies {frequencies.path} holds only special tokens; give another store"

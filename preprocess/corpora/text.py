@@ -229,8 +229,8 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
 
 
 def _longest(tokenizer: Path, given: int | None) -> int:
-    """The length of a row: as `given`, or else the default. If it is the most that the model of the
-    tokenizer reads, or more, a line says so."""
+    """The length of a row: as `given`, or else the default. Prints a note if `given` is too long
+    for the tokenizer's model, or if that model lowers the default."""
     limit = tokenizers.longest_row(tokenizer)
     if given is not None:
         if limit is not None and given > limit - 2:

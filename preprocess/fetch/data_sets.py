@@ -5,8 +5,9 @@ licences and citations.
 
 In the cache, each data set is a directory with the data set's name. It appears only once it is
 complete. Its file `SOURCE.json` records the addresses, the checksums of the downloads and of every
-unpacked file, the licence and the date. Until then the downloads are in `.fetch/NAME`. There the
-program also keeps the first checksum of each file for which the catalogue has none.
+unpacked file, the licence and the date. While a data set is incomplete, its downloads
+are in `.fetch/NAME`, along with the first checksum seen of each file for which the catalogue has
+none.
 """
 
 from __future__ import annotations
@@ -144,6 +145,8 @@ def fetch(data: DataSet, cache: Path) -> Path:
     if data.by_hand:
         raise BadInput(f"{data.name} can only be fetched by hand: {data.by_hand}")
     refuse_existing(cache, overwrite=True)
+    if cache.exists() and not cache.is_dir():
+        raise BadInput(f"--cache {cache} is a file; give a directory")
     target, downloads = cache / data.directory, cache / ".fetch" / data.directory
     if not target.exists():
         make_directory(downloads)
@@ -213,7 +216,7 @@ def _trust(file: File, first: dict[str, str], checksum: str) -> str:
         return "SHA-256 as in the catalogue"
     if first:
         return f"SHA-256 as first seen {first['date']}"
-    return f"no SHA-256 in the catalogue; it is {checksum}; record it"
+    return f"the catalogue has no SHA-256 for this file; it arrived with {checksum}"
 
 
 def _contents(directory: Path) -> dict[str, dict[str, Any]]:

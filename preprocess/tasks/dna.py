@@ -20,31 +20,28 @@ from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from . import splits
 from .labelled import Row, TaskSource
-from .sequences import Sequences
+from .sequences import Sequences, sequence_fault
 
 LETTERS = "ACGTDNRS"  # of the splice file; D, N, R and S stand for an uncertain base
 IUPAC = "ACGTNRYSWKMBDHV"  # the bases, and the letters that stand for several
 DNA_TASKS = {
-    name: Sequences(IUPAC, kind)
-    for name, kind in (
-        ("dna", None),
-        ("dna/h3", "class"),
-        ("dna/h4", "class"),
-        ("dna/h3k9ac", "class"),
-    )
-}
-ABOUTS = {
-    "dna": "Labelled DNA: FASTA, text with three lines per record, csv, JSON lines or parquet.",
-    "dna/h3": "Is yeast DNA wrapped around histone H3? Reads Hilbert-CNN's text, or csv.",
-    "dna/h4": "Is yeast DNA wrapped around histone H4? Reads Hilbert-CNN's text, or csv.",
-    "dna/h3k9ac": "Is yeast DNA wrapped around acetylated H3? Reads Hilbert-CNN's text, or csv.",
+    "dna": Sequences(
+        "Labelled DNA: FASTA, text with three lines per record, csv, JSON lines or parquet.", IUPAC
+    ),
+    "dna/h3": Sequences(
+        "Is yeast DNA wrapped around histone H3? Reads Hilbert-CNN's text, or csv.", IUPAC, "class"
+    ),
+    "dna/h4": Sequences(
+        "Is yeast DNA wrapped around histone H4? Reads Hilbert-CNN's text, or csv.", IUPAC, "class"
+    ),
+    "dna/h3k9ac": Sequences(
+        "Is yeast DNA wrapped around acetylated H3? Reads Hilbert-CNN's text, or csv.",
+        IUPAC,
+        "class",
+    ),
 }
 SPLICE_FILES = ("splice.data", "splice.txt")
 SPLICE_CLASSES = ["EI", "IE", "N"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: `dna/splice` has no options of its own."""
 
 
 def read(arguments: argparse.Namespace) -> TaskSource:
@@ -91,8 +88,7 @@ def splice_rows(path: Path, bad: BadRows) -> Iterator[Row]:
             continue
         label, _, sequence = columns
         sequence = sequence.upper()
-        wrong = sorted(set(sequence) - set(LETTERS))
-        if wrong or not sequence:
-            bad(path, number, f"letters other than {LETTERS}: {''.join(wrong)!r}")
+        if fault := sequence_fault(sequence, LETTERS):
+            bad(path, number, fault)
         else:
             yield Row("", (sequence,), label, path, number)

@@ -29,7 +29,6 @@ from xformer.data import tokenizers
 from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
-from xformer.data.files import near
 from xformer.data.store import ORDER, UNLABELLED, UNSEEN
 from xformer.data.tags import IGNORED, NO_LABEL, is_bio
 from xformer.data.tokenizers import Tokenizer
@@ -37,7 +36,7 @@ from xformer.data.writing import SplitWriter, create_store
 
 from ..arguments import add_output, check_output_directory, command_origin, say_written
 from ..bad import BadRows
-from ..binarize import BATCH, check_files, sources
+from ..binarize import BATCH, check_exists, check_files, sources
 from ..words import CachedEncoder
 from .first_tokens import encode_words
 from .tables import extension, stem
@@ -103,8 +102,8 @@ class TaskSource:
 
 @dataclass
 class RowSurvey:
-    """The result of one pass over the rows. It takes 8 bytes of memory per row, or 16 if splits are
-    drawn.
+    """The result of one pass over the rows. It takes 8 bytes of memory per row, or 16 if splits of
+    a task with classes are drawn. `_rows` takes more if rows have ids: a hash of each, in a set.
     """
 
     rows: dict[str, int] = field(default_factory=dict)  # split -> how many
@@ -125,7 +124,7 @@ def check_metric(kind: str, metric: str | None) -> str:
 
     Raises BadInput if `metric` does not fit the kind of task.
     """
-    allowed = {"class": CLASS_METRICS, "score": SCORE_METRICS, "tag": TAG_METRICS}[kind]
+    allowed = {"class": CLASS_METRICS, "score": SCORE_METRICS}[kind]
     if metric is None:
         return allowed[0]
     if metric not in allowed:
@@ -176,7 +175,7 @@ def write_task(
     _say_unlabelled(task, survey)
     say_empty(survey.empty, sum(survey.rows.values()), survey.first_empty)
     names: list[str] = [name for name in ORDER if name in survey.rows]
-    columns, ragged = _store_columns(task, survey)
+    columns, ragged = store_columns(task.kind, task.pairs, survey.ids, survey.groups)
     with create_store(output, tokenizer, columns, ragged, overwrite) as store:
         with ExitStack() as stack:
             splits = {name: stack.enter_context(store.split(name)) for name in names}
@@ -213,17 +212,21 @@ def _task_origin(
     return record | {key: value for key, value in oddities.items() if value}
 
 
-def _store_columns(task: TaskSource, survey: RowSurvey) -> tuple[dict[str, str], list[str]]:
-    """The type of every column of the store, and the names of the ragged columns.
+def store_columns(
+    kind: str, pairs: bool, ids: bool, groups: bool, inputs: Sequence[str] = ()
+) -> tuple[dict[str, str], list[str]]:
+    """The type of every column of a store of this kind, and the names of the ragged columns.
 
-    The type "" stands for that of token ids.
+    The type "" stands for that of token ids. `pairs` says whether a row has two texts. `inputs` are
+    columns for the texts themselves.
     """
-    texts = ["tokens", "tokens_b"] if task.pairs else ["tokens"]
+    texts = ["tokens", "tokens_b"] if pairs else ["tokens"]
     label = {"score": {"label": "float32"}, "tag": {"labels": "int16"}}
-    columns = {**dict.fromkeys(texts, ""), **label.get(task.kind, {"label": "int64"})}
-    columns |= {"id": "uint8"} if survey.ids else {}
-    columns |= {"group": "int64"} if survey.groups else {}
-    return columns, [name for name in columns if name in (*texts, "id", "labels")]
+    columns = {**dict.fromkeys(texts, ""), **label.get(kind, {"label": "int64"})}
+    columns |= dict.fromkeys(inputs, "uint8")
+    columns |= {"id": "uint8"} if ids else {}
+    columns |= {"group": "int64"} if groups else {}
+    return columns, [name for name in columns if name not in ("label", "group")]
 
 
 def _rows(task: TaskSource, drawn: Sequence[str] | None) -> Iterator[Row]:
@@ -721,8 +724,8 @@ def run(
 ) -> None:
     """Encode the task `name`, read by `read`, into a store."""
     check_output_directory(arguments.output, arguments.overwrite, "store.json")
-    if arguments.input is not None and not arguments.input.exists():
-        raise BadInput(f"{arguments.input} does not exist{near(arguments.input, folders=False)}")
+    if arguments.input is not None:
+        check_exists(arguments.input)
     tokenizer = tokenizers.load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
     started = time.monotonic()
     task = read(arguments)

@@ -36,7 +36,8 @@ CLASSES = {
     "order": ["in_order", "swapped"],
     "family": ["different", "same"],
 }
-NEEDS = {"next": "group", "order": "group", "family": "label"}  # the column that a kind looks at
+# the kind of store that each kind of pair is drawn from, and the column that it looks at
+NEEDS = {"next": ("text", "group"), "order": ("text", "group"), "family": ("class", "label")}
 TEXTS = ("tokens", "tokens_b")  # the columns of the two rows
 BLOCK = 2**14  # pairs written at once
 
@@ -74,11 +75,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Draw the pairs of every split of a store, and write them."""
     check_output_directory(arguments.output, arguments.overwrite, "store.json")
     source, kind = open_stores(arguments.store), arguments.kind
-    needed = NEEDS[kind]
+    store_kind, needed = NEEDS[kind]
     for name in source.splits:
-        if needed not in source.split(name).columns or (
-            kind == "family" and source.kind != "class"
-        ):
+        if source.kind != store_kind or needed not in source.split(name).columns:
             command = "text --documents" if needed == "group" else "task protein/family"
             raise BadInput(f"{arguments.store}: --kind {kind} needs a store made by `{command}`")
     started = time.monotonic()
@@ -151,8 +150,10 @@ def draw_family(generator: np.random.Generator, families: np.ndarray) -> DrawnPa
     """Pair each row with another row of its family, or with a row of another family.
 
     Every other family is equally likely. A row that is alone in its family is paired with a row of
-    another.
+    another. A row whose family is not known (UNLABELLED or UNSEEN) is in no pair.
     """
+    known = np.flatnonzero(families >= 0)
+    families = families[known]
     order = np.argsort(families, kind="stable")  # rows, family by family
     _, family, sizes = np.unique(families, return_inverse=True, return_counts=True)
     if len(sizes) < 2:
@@ -168,7 +169,7 @@ def draw_family(generator: np.random.Generator, families: np.ndarray) -> DrawnPa
     other_family = (family + generator.integers(1, len(sizes), size=len(families))) % len(sizes)
     different = (generator.random(len(families)) * sizes[other_family]).astype(np.int64)
     second = np.where(label == 1, starts[family] + same, starts[other_family] + different)
-    return DrawnPairs(np.arange(len(families)), order[second], label)
+    return DrawnPairs(known, known[order[second]], label)
 
 
 DRAW: dict[str, Callable[[np.random.Generator, np.ndarray], DrawnPairs]] = {

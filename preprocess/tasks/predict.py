@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 from xformer.data.display import say
 from xformer.data.errors import BadInput
-from xformer.data.files import read_json
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import create_store
 
-from ..bad import BadRows
+from ..bad import STRICT, BadRows
 from ..binarize import check_files, read_lines
 from ..words import CachedEncoder
 from . import choice, dna, glue, labelled, music, protein, sequences, squad, tags, tsv
@@ -32,7 +31,6 @@ KINDS = {"classify": "class", "regress": "score", "tag": "tag", "span": "span", 
 SEQUENCES = dna.DNA_TASKS | protein.PROTEIN_TASKS
 JSON, PARQUET = (".jsonl", ".json"), ".parquet"
 TABLES = (".csv", ".tsv", *JSON, PARQUET)
-BAD = BadRows(skip=False)  # the first row that cannot be read is an error
 OTHERS = "columns= names other columns"
 Names = Sequence[Sequence[str]]  # for each text, the names that its column may have
 
@@ -71,8 +69,8 @@ def write_rows(
 
     `head` is the checkpoint's head as a dict, `tokenizer` that of its training data. `given` are
     the columns of the file that hold the texts, if they are not those of training. An imported head
-    records no columns: two that are given make its rows pairs. `key` is the column that names each
-    row; by default the one of --id in training, or else `id`, if the file has it. The columns
+    records no columns: two that are given make its rows pairs. `key` names the column of row
+    ids. By default it is training's --id column, or else `id` if the file has one. The columns
     `input` and `input_b` hold the texts as they were read. Raises BadInput naming file and line of
     a row that cannot be read.
     """
@@ -97,20 +95,17 @@ def write_rows(
     if record.kind == "choice":
         choices = len(rows[0].texts) - 1
         rows, classes = list(labelled.each_ending(rows)), labelled.ending_numbers(choices)
-    texts = ["tokens", "tokens_b"] if record.pair else ["tokens"]
+    ids = any(row.id is not None for row in rows)
+    groups = any(row.group is not None for row in rows)
     inputs = [INPUT, "input_b"] if record.pair else [INPUT]
-    label = {"regress": "float32", "tag": "int16"}.get(record.kind, "int64")
-    columns = {**dict.fromkeys(texts, ""), "labels" if record.kind == "tag" else "label": label}
-    columns |= dict.fromkeys(inputs, "uint8")
-    columns |= {"id": "uint8"} if any(row.id is not None for row in rows) else {}
-    columns |= {"group": "int64"} if any(row.group is not None for row in rows) else {}
-    ragged = [*texts, *inputs, *(name for name in ("id", "labels") if name in columns)]
+    kind = KINDS[record.kind]
+    columns, ragged = labelled.store_columns(kind, record.pair, ids, groups, inputs)
     with create_store(output, tokenizer, columns, ragged) as store:
         with store.split(INPUT) as split:
             writer = labelled.RowWriter({INPUT: split}, CachedEncoder(tokenizer), classes)
             for batch in labelled.row_batches(rows):
                 writer.append(batch)
-        store.finish(KINDS[record.kind], record.labels, None, {}, choices)
+        store.finish(kind, record.labels, None, {}, choices)
 
 
 def read_texts(path: Path, column: str | None = None) -> list[str]:
@@ -128,9 +123,9 @@ def read_texts(path: Path, column: str | None = None) -> list[str]:
         hint = "; name the column of the texts with column=" if column is None else ""
         raise BadInput(f"{table.missing(name)}{hint}")
     texts = []
-    for line, (text,) in table.rows([name], BAD):
+    for line, (text,) in table.rows([name], STRICT):
         if text is None:
-            BAD(path, line, f"the column {name!r} is null")
+            STRICT(path, line, f"the column {name!r} is null")
         texts.append(text or "")
     return texts
 
@@ -205,7 +200,7 @@ def _choice_questions(path: Path, head: HeadRecord) -> Iterator[Row]:
         try:
             yield Row(INPUT, columns.texts(values), None, path, line, id_)
         except ValueError as error:
-            BAD(path, line, str(error))
+            STRICT(path, line, str(error))
 
 
 def _table(
@@ -237,7 +232,7 @@ def _table(
         raise _wrong_header(path, _first_row(path, table.form), names)
     if columns is None:
         _refuse_key(path, head, "has no header")
-        for line, row in table.delimited(BAD):
+        for line, row in table.delimited(STRICT):
             if len(row) != len(names):
                 raise BadInput(f"{path}:{line}: {_count_columns(row)} instead of {len(names)}")
             yield line, row, None
@@ -255,7 +250,7 @@ def _table(
         say(
             f"note: {path} has no column {key!r}, so the rows get no id; give id=COLUMN", error=True
         )
-    for line, values in table.rows([*columns, *id_column], BAD, id_column):
+    for line, values in table.rows([*columns, *id_column], STRICT, id_column):
         texts = [value or "" for value in values[: len(columns)]]
         yield line, texts, (values[-1] or "") if id_column else None
 
@@ -341,10 +336,8 @@ def _sequences(path: Path, head: HeadRecord, letters: str) -> Iterator[Row]:
         sequence = text.strip().upper()
         if head.kind == "tag":  # every letter is a word
             sequence = "".join(sequence.split())
-        if wrong := sorted(set(sequence) - set(letters)):
-            raise BadInput(f"{path}:{line}: letters other than {letters}: {''.join(wrong)!r}")
-        if not sequence:
-            raise BadInput(f"{path}:{line}: the sequence is empty")
+        if fault := sequences.sequence_fault(sequence, letters):
+            STRICT(path, line, fault)
         sequence = sequences.both_ends(sequence, longest)
         spaced = " ".join(sequence) if head.kind == "tag" else sequence
         yield Row(INPUT, (spaced,), None, path, line, id_)
@@ -354,16 +347,17 @@ def _records(path: Path, head: HeadRecord, letters: str) -> Iterator[tuple[int, 
     """(line, sequence, id) of FASTA, three lines per record, UCI's splice file, or a table."""
     first = ""
     if extension(path) not in (*JSON, PARQUET):
-        lines = (line.strip() for _, line in read_lines(path, BadRows(skip=True)))
-        first = next(filter(None, lines), "")
+        first = sequences.first_line(path)
     splice = head.task == "dna/splice" or head.columns.get("label") == "class"
     if splice and extension(path) != ".csv" and first.count(",") == 2:
         _refuse_key(path, head, "is UCI's file")
-        for row in dna.splice_rows(path, BAD):
+        for row in dna.splice_rows(path, STRICT):
             yield row.line, row.texts[0], row.id
     elif extension(path) in FASTA or first.startswith(">"):
         _refuse_key(path, head, "is FASTA, whose records have names")
-        for record in sequences.sequence_records(path, None, None, Sequences(letters), BAD, None):
+        for record in sequences.sequence_records(
+            path, None, None, Sequences("", letters), STRICT, None
+        ):
             yield record.line, record.sequence, record.id
     else:
         options = dict.fromkeys([str(head.columns.get("text") or SEQUENCE[0]), *SEQUENCE])
@@ -382,7 +376,7 @@ def _music(path: Path, head: HeadRecord) -> Iterator[Row]:
         return
     _refuse_key(path, head, "holds MIDI files")
     segment = int(head.options.get("segment") or min(128, head.max_tokens - 2))
-    for row in music.segment_rows(pieces, segment, BAD):
+    for row in music.segment_rows(pieces, segment, STRICT):
         yield row._replace(label=None, id=row.group)
 
 
@@ -408,7 +402,7 @@ def _pieces(path: Path, head: HeadRecord) -> list[music.Piece] | None:
         return None
     return [
         music.Piece(table.parent / str(name), str(name), "", INPUT, table, line)
-        for line, (name,) in opened.rows([column], BAD)
+        for line, (name,) in opened.rows([column], STRICT)
     ]
 
 
@@ -442,10 +436,10 @@ def _sentences(path: Path, head: HeadRecord) -> Iterator[Row]:
     word, label = (_column_number(head.columns.get(name)) for name in ("text", "label"))
     if extension(path) in tags.ENDINGS[:4] or _is_conll(path, label, head.labels):
         columns = tags.columns_of(path, "test", word, label)
-        for line, words, _ in tags.sentences(path, columns, BAD):
+        for line, words, _ in tags.sentences(path, columns, STRICT):
             yield Row(INPUT, (" ".join(words),), None, path, line)
         return
-    lines = list(read_lines(path, BAD))
+    lines = list(read_lines(path, STRICT))
     if not any(text for _, text in lines):
         raise BadInput(f"{path} is empty")
     for line, text in lines:
@@ -486,9 +480,9 @@ def _is_conll(path: Path, label: int, labels: list[str]) -> bool:
 def _write_questions(path: Path, head: HeadRecord, tokenizer: Tokenizer, output: Path) -> None:
     """Write questions and windows of their contexts. They come from SQuAD's JSON, or from a table
     with the columns `question` and `context`. The column `question.input` gets the questions."""
-    if extension(path) == ".json" and squad.is_squad(read_json(path)):
+    if _is_squad(path):
         _refuse_key(path, head, "is SQuAD's file, whose questions have ids")
-        paragraphs = list(squad.read_articles(path, BAD, training=False))
+        paragraphs = list(squad.read_articles(path, STRICT, training=False))
     else:
         paragraphs = [
             ("", context, [squad.Question(str(i) if id_ is None else id_, question, None)])
@@ -509,3 +503,13 @@ def _write_questions(path: Path, head: HeadRecord, tokenizer: Tokenizer, output:
         with store.split(INPUT) as split:
             squad.WindowWriter(split, tokenizer, options).write(paragraphs)
         store.finish("span", [], None, {})
+
+
+def _is_squad(path: Path) -> bool:
+    """Whether a file is SQuAD's: one JSON object in its form. Otherwise it is read as a table."""
+    if extension(path) != ".json":
+        return False
+    try:
+        return squad.is_squad(squad.load(path))
+    except BadInput:  # such as JSON lines; whatever else is wrong, the table says it
+        return False

@@ -33,19 +33,34 @@ def _place(label: str) -> str:
 
 
 PROTEIN_TASKS = {
-    "protein": Sequences(LETTERS),
-    "protein/family": Sequences(LETTERS, "class", ("family", *LABEL), clean=_family, field=2),
-    "protein/localization": Sequences(
-        LETTERS, "class", longest=LONGEST, clean=_place, without=TWO_PLACES
+    "protein": Sequences("Labelled proteins: FASTA, JSON lines, csv or parquet.", LETTERS),
+    "protein/family": Sequences(
+        "Families of proteins, for `pairs --kind family`: csv, or Pfam's FASTA, whose headers have "
+        "the family as their third field.",
+        LETTERS,
+        "class",
+        ("family", *LABEL),
+        clean=_family,
+        field=2,
     ),
-    "protein/stability": Sequences(LETTERS, "score", ("stability_score", *LABEL)),
-    "protein/fluorescence": Sequences(LETTERS, "score", ("log_fluorescence", *LABEL)),
-}
-ABOUTS = {
-    "protein": "Labelled proteins: FASTA, JSON lines, csv or parquet.",
-    "protein/family": "Families of proteins, for `pairs --kind family`: csv, or Pfam's FASTA, "
-    "whose headers have the family as their third field.",
-    "protein/localization": "The place in the cell: DeepLoc's FASTA, or one FASTA file per place.",
-    "protein/stability": "How stable a design is: TAPE's JSON lines, PLUS's FASTA, or csv.",
-    "protein/fluorescence": "How brightly a GFP variant shines: JSON lines, FASTA or csv.",
+    "protein/localization": Sequences(
+        "The place in the cell: DeepLoc's FASTA, or one FASTA file per place.",
+        LETTERS,
+        "class",
+        longest=LONGEST,
+        clean=_place,
+        without=TWO_PLACES,
+    ),
+    "protein/stability": Sequences(
+        "How stable a design is: TAPE's JSON lines, PLUS's FASTA, or csv.",
+        LETTERS,
+        "score",
+        ("stability_score", *LABEL),
+    ),
+    "protein/fluorescence": Sequences(
+        "How brightly a GFP variant shines: JSON lines, FASTA or csv.",
+        LETTERS,
+        "score",
+        ("log_fluorescence", *LABEL),
+    ),
 }

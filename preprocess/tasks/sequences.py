@@ -38,6 +38,7 @@ LABEL = ("label", "labels", "class", "score", "target")
 class Sequences:
     """What distinguishes one task on sequences from another."""
 
+    about: str
     alphabet: str
     kind: str | None = None  # "class" or "score"; None: the user says which
     label: tuple[str, ...] = LABEL  # what the column of the label may be called
@@ -103,7 +104,6 @@ def read(arguments: argparse.Namespace, form: Sequences) -> TaskSource:
         for split, path in split_files
     }
     bad, left_out = BadRows(arguments.skip_bad), BadRows(skip=True)
-    letters = frozenset(form.alphabet)
 
     def rows() -> Iterator[Row]:
         for split, path in split_files:
@@ -112,11 +112,8 @@ def read(arguments: argparse.Namespace, form: Sequences) -> TaskSource:
             ):
                 sequence = record.sequence.upper()
                 label = form.clean((record.label or "").strip())
-                if wrong := sorted(set(sequence) - letters):
-                    reason = f"letters other than {form.alphabet}: {''.join(wrong)!r}"
-                    bad(path, record.line, reason)
-                elif not sequence:
-                    bad(path, record.line, "the sequence is empty")
+                if fault := sequence_fault(sequence, form.alphabet):
+                    bad(path, record.line, fault)
                 elif label and label == form.without:
                     left_out(path, record.line, f"{label} is not a class of this task")
                 else:
@@ -144,6 +141,13 @@ def read(arguments: argparse.Namespace, form: Sequences) -> TaskSource:
         tokenizer=vocabularies.symbols(form.alphabet),
         split_columns=used,
     )
+
+
+def sequence_fault(sequence: str, letters: str) -> str:
+    """Why a sequence of these letters cannot be used; "" if it can."""
+    if wrong := sorted(set(sequence) - set(letters)):
+        return f"letters other than {letters}: {''.join(wrong)!r}"
+    return "" if sequence else "the sequence is empty"
 
 
 def both_ends(sequence: str, longest: int | None) -> str:
@@ -224,12 +228,12 @@ def _marks(
     if columns is not None:
         return splits.find(RowTable(path), split_column, columns, split, used)
     splits.refuse_columns(split_column, path)
-    if split and (header := splits.of_header(_first_line(path).split()[1:])):
+    if split and (header := splits.of_header(first_line(path).split()[1:])):
         splits.note_unread(path, f"field {next(iter(header)).upper()}= in the headers", split)
     return None if split or split_column == splits.NONE else used
 
 
-def _first_line(path: Path) -> str:
+def first_line(path: Path) -> str:
     """The first line of a file that is not blank."""
     lines = (line.strip() for _, line in read_lines(path, BadRows(skip=True)))
     return next(filter(None, lines), "")

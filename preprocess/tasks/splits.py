@@ -55,8 +55,8 @@ def split_of(name: str | None, mark: str | None, where: Sequence[str]) -> str:
 class SplitColumns:
     """The columns of one table that name the split of its rows.
 
-    If there are none, every row belongs to the split `whole`. In JSON lines, the first row decides
-    which columns exist: no later row may have the columns `absent`, but a row may leave out `mark`.
+    If there are none, every row belongs to the split `whole`. In JSON lines the first row decides
+    which columns exist. Later rows may omit `mark`, but may not add a column listed in `absent`.
     `used` collects the columns that were read.
     """
 

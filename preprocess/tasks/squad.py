@@ -27,7 +27,6 @@ from xformer.data import tokenizers
 from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
-from xformer.data.files import read_json
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
@@ -39,8 +38,9 @@ from ..arguments import (
     say_written,
 )
 from ..bad import BadRows
-from ..binarize import check_files, sources
+from ..binarize import check_exists, check_files, read_lines, sources
 from .labelled import ORDER, SHARES, VALID_SHARE
+from .tables import HALF
 
 ABOUT = "SQuAD 1.1 and 2.0: questions and overlapping windows of their contexts."
 BLOCK = 64  # contexts encoded at once
@@ -260,8 +260,8 @@ def _files(arguments: argparse.Namespace) -> dict[str, Path]:
                 f"as --train {directory}"
             )
         options, directory = {"": directory, "test": options["test"]}, None
-    if directory is not None and not directory.is_dir():
-        raise BadInput(f"{directory} is not a directory; give one, or a file")
+    if directory is not None:
+        check_exists(directory)
     for name, pattern in (("train", "train*.json"), ("valid", "dev*.json")):
         if directory is not None and options[name] is None:
             matches = sorted(directory.glob(pattern))
@@ -286,7 +286,7 @@ def read_articles(path: Path, bad: BadRows, training: bool) -> Iterator[Paragrap
     number. With `training`, questions whose answers are not known are among them. Raises BadInput
     if the file is not in SQuAD's form.
     """
-    data = read_json(path)
+    data = load(path)
     try:
         paragraphs = [
             (str(article.get("title", "")), paragraph)
@@ -306,11 +306,22 @@ def read_articles(path: Path, bad: BadRows, training: bool) -> Iterator[Paragrap
                     bad(path, count, reason)
                 else:
                     questions.append(question)
-            yield title, context, questions
-    except (AttributeError, KeyError, TypeError) as error:
+            if not _text_fault("context", context):
+                yield title, context, questions
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise BadInput(
             f"{path} is not of SQuAD's form (data, paragraphs, qas): {error!r}"
         ) from None
+
+
+def load(path: Path) -> Any:
+    """The JSON value that a file holds, which may be compressed. Raises BadInput if it is not one
+    value.
+    """
+    try:
+        return json.loads("\n".join(line for _, line in read_lines(path)))
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{path} is not valid JSON: {error}") from None
 
 
 def is_squad(data: Any) -> bool:
@@ -329,11 +340,21 @@ def _question(qa: dict[str, Any], context: str, ids: set[str]) -> tuple[Question
     if question.id in ids:
         return question, f"an earlier question has the id {question.id!r} too"
     ids.add(question.id)
+    for what, value in (("id", question.id), ("question", question.text), ("context", context)):
+        if fault := _text_fault(what, value):
+            return question, f"{question.id!r}: {fault}"
     for text, start in answers or []:
         actual = context[start : start + len(text)] if start >= 0 else ""
         if not text or actual != text:
             return question, f"{question.id}: the context has {actual!r} at {start}, not {text!r}"
     return question, ""
+
+
+def _text_fault(what: str, value: Any) -> str:
+    """Why a value of the file cannot be used as text; "" if it can."""
+    if not isinstance(value, str):
+        return f"the {what} is {str(value)[:40]!r}, which is not text"
+    return f"the {what} holds half of a surrogate pair" if HALF.search(value) else ""
 
 
 def token_span(starts: np.ndarray, ends: np.ndarray, first: int, end: int) -> tuple[int, int]:

@@ -6,10 +6,9 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from xformer.data.display import say
 from xformer.data.errors import BadInput, lacks
 
 from ..bad import BadRows
-from ..binarize import PACKED, read_lines
+from ..binarize import read_lines, unpacked_name
 
 ENDINGS = (".tsv", ".csv", ".txt", ".jsonl", ".json", ".parquet")
 BLOCK = 8192  # rows of a parquet file held at once
@@ -56,17 +55,17 @@ def _from_csv(cell: str) -> bool:
 
 def extension(path: Path) -> str:
     """The ending that tells the format, in lower case: ".csv" for `A.CSV.gz`."""
-    return (Path(path.stem) if path.suffix in PACKED else path).suffix.lower()
+    return unpacked_name(path).suffix.lower()
 
 
 def stem(path: Path) -> str:
     """The file's name without its ending and that of its compression: "A" for `A.csv.gz`."""
-    return Path(path.stem).stem if path.suffix in PACKED else path.stem
+    return unpacked_name(path).stem
 
 
 def other_separator(form: Form, header: str, name: str) -> str:
-    """ "; its columns look comma-separated: ...", with the remedy, if a header that was read in
-    this form names a column like `name` once it is split at another separator; otherwise ""."""
+    """A hint for a missing column: if another separator gives a header with a column like `name`,
+    it names that separator and the remedy; otherwise it is empty."""
     for separator, called in SEPARATORS.items():
         cells = [cell.strip().strip('"') for cell in header.split(separator)]
         known = len(cells) > 1 and get_close_matches(name, cells, 1)
@@ -131,27 +130,43 @@ class RowTable:
         return ", ".join(names) + (", ..." if len(self.columns) > 20 else "")
 
     def rows(
-        self, names: Sequence[str], bad: BadRows, optional: Sequence[str] = ()
+        self,
+        names: Sequence[str],
+        bad: BadRows,
+        optional: Sequence[str] = (),
+        advance: Callable[[int], None] = lambda _: None,
     ) -> Iterator[tuple[int, list[str | None]]]:
         """Yield (line, values of the columns `names` as strings) for every row.
 
         A value is None for a JSON null, and for an `optional` column that a JSON object lacks. A
         row goes to `bad` if it lacks another column, or has more or fewer columns than the header.
+        `advance` is called with the size of each block read from the disk. If the file is parquet
+        or one JSON value, it is called for each row instead, with an equal share of the file.
         """
         if self.kind == ".parquet":
-            yield from self._parquet_rows(names, bad)
+            yield from self._parquet_rows(names, bad, advance)
         elif self.kind in (".jsonl", ".json"):
-            yield from self._json_rows(names, bad, optional)
+            yield from self._json_rows(names, bad, optional, advance)
         else:
-            yield from self._delimited_rows([self.columns.index(name) for name in names], bad)
+            places = [self.columns.index(name) for name in names]
+            yield from self._delimited_rows(places, bad, advance)
+
+    def _evenly(
+        self, rows: Iterable[Any], count: int, advance: Callable[[int], None]
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield (number from 1, row) of the `count` rows of the file; see `rows` for `advance`."""
+        size = self.path.stat().st_size
+        for number, row in enumerate(rows, 1):
+            advance(size * number // count - size * (number - 1) // count)
+            yield number, row
 
     # ------------------------------------------------------------------------ delimited
 
     def _delimited_rows(
-        self, places: list[int], bad: BadRows
+        self, places: list[int], bad: BadRows, advance: Callable[[int], None]
     ) -> Iterator[tuple[int, list[str | None]]]:
         width = len(self.columns) if self.form.header else max(places) + 1
-        rows = self.delimited(bad)
+        rows = self.delimited(bad, advance)
         if self.form.header:
             next(rows, None)
         for line, row in rows:
@@ -161,14 +176,16 @@ class RowTable:
             else:
                 yield line, [row[place] for place in places]
 
-    def delimited(self, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
+    def delimited(
+        self, bad: BadRows, advance: Callable[[int], None] = lambda _: None
+    ) -> Iterator[tuple[int, list[str]]]:
         """(number of the row's last line, its columns) of every row, a header included. Empty lines
         are skipped."""
         if self.form.quote is not None:
-            yield from self._quoted(self.form.quote, bad)
+            yield from self._quoted(self.form.quote, bad, advance)
             return
         quoted = 0  # the first line with a cell that csv must have written
-        for number, line in read_lines(self.path, bad):
+        for number, line in read_lines(self.path, bad, advance):
             if line:
                 row = line.split(self.form.delimiter)
                 if not quoted and '""' in line and any(map(_from_csv, row)):
@@ -182,14 +199,16 @@ class RowTable:
                 error=True,
             )
 
-    def _quoted(self, quote: str, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
+    def _quoted(
+        self, quote: str, bad: BadRows, advance: Callable[[int], None]
+    ) -> Iterator[tuple[int, list[str]]]:
         """`delimited` for files with quotes, in which a row may span several lines."""
         csv.field_size_limit(CELL)
         number = 0  # of the line read last; csv's own count is wrong once a bad line is skipped
 
         def lines() -> Iterator[str]:
             nonlocal number
-            for number, line in read_lines(self.path, bad):  # noqa: B007 - read outside
+            for number, line in read_lines(self.path, bad, advance):  # noqa: B007 - read outside
                 yield line + "\n"
 
         reader = csv.reader(lines(), delimiter=self.form.delimiter, quotechar=quote, strict=True)
@@ -209,9 +228,13 @@ class RowTable:
     # ------------------------------------------------------------------------ JSON
 
     def _json_rows(
-        self, names: Sequence[str], bad: BadRows, optional: Sequence[str]
+        self,
+        names: Sequence[str],
+        bad: BadRows,
+        optional: Sequence[str],
+        advance: Callable[[int], None],
     ) -> Iterator[tuple[int, list[str | None]]]:
-        for line, item in self._objects(bad):
+        for line, item in self._objects(bad, advance):
             if lacking := [name for name in names if name not in item and name not in optional]:
                 bad(self.path, line, f"there is no {lacking[0]!r} in this row")
                 continue
@@ -219,24 +242,24 @@ class RowTable:
             if values is not None:
                 yield line, values
 
-    def _objects(self, bad: BadRows) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _objects(
+        self, bad: BadRows, advance: Callable[[int], None] = lambda _: None
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield (line, object) for every object of a file of JSON lines.
 
         A .json file may instead hold one JSON value, which is read whole. Its rows are then counted
         from 1 in place of lines.
         """
-        lines = read_lines(self.path, bad)
+        first = ""
         if self.kind == ".json":
-            first = next(((number, text) for number, text in lines if text.strip()), (1, ""))
-            lines = chain([first], lines)
-            whole = _is_whole(first[1])
-        else:
-            whole = False
+            first = next((text for _, text in read_lines(self.path, bad) if text.strip()), "")
         items: Iterator[tuple[int, Any]]
-        if whole:
-            value = self._parse(1, "\n".join(text for _, text in lines), bad)
-            items = enumerate(_rows_of(value), 1)
+        if self.kind == ".json" and _is_whole(first):
+            text = "\n".join(text for _, text in read_lines(self.path, bad))
+            rows = _rows_of(self._parse(1, text, bad))
+            items = self._evenly(rows, len(rows), advance)
         else:
+            lines = read_lines(self.path, bad, advance)
             items = ((line, self._parse(line, text, bad)) for line, text in lines if text.strip())
         for line, item in items:
             if isinstance(item, dict):
@@ -297,18 +320,17 @@ class RowTable:
             raise BadInput(f"{self.path} is not a parquet file: {reason}") from None
 
     def _parquet_rows(
-        self, names: Sequence[str], bad: BadRows
+        self, names: Sequence[str], bad: BadRows, advance: Callable[[int], None]
     ) -> Iterator[tuple[int, list[str | None]]]:
-        line = 0
-        for block in self._blocks(names):
-            for row in _python(block):
-                line += 1
-                if row is None:
-                    bad(self.path, line, "not valid UTF-8")
-                    continue
-                values = self._values(line, [(name, row[name]) for name in names], bad)
-                if values is not None:
-                    yield line, values
+        count = self._parquet().metadata.num_rows
+        rows = (row for block in self._blocks(names) for row in _python(block))
+        for line, row in self._evenly(rows, count, advance):
+            if row is None:
+                bad(self.path, line, "not valid UTF-8")
+                continue
+            values = self._values(line, [(name, row[name]) for name in names], bad)
+            if values is not None:
+                yield line, values
 
     def _blocks(self, names: Sequence[str]) -> Iterator[Any]:
         from pyarrow import lib

@@ -6,7 +6,7 @@ in another column, and a blank line between sentences. Other columns are ignored
 `task protein/secondary` and `protein/conservation` read FLIP's directories (Dallago et al. 2021).
 sequences.fasta holds the proteins. sampled.fasta holds a letter or digit for each amino acid, and
 the split in each header (`SET=train VALIDATION=False`). mask.fasta, which may be missing, has a 0
-for every amino acid that was not resolved. The labels of these are ignored.
+for every amino acid that was not resolved. Labels of unresolved amino acids are ignored.
 
 A row is a sentence or a protein. The label of a word or letter stands at its first token.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import string
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -26,9 +27,11 @@ from xformer.data.tags import NO_LABEL
 
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
+from ..corpora.fasta import FASTA_LETTERS, read_fasta
 from . import splits
-from .labelled import TAG_METRICS, Row, TaskSource, check_metric, input_files
+from .labelled import TAG_METRICS, Row, TaskSource, input_files
 from .protein import LETTERS
+from .sequences import sequence_fault
 
 ABOUTS = {
     "conll": "CoNLL's format: a word and its label on each line, blank lines between sentences.",
@@ -109,7 +112,7 @@ def read_conll(arguments: argparse.Namespace) -> TaskSource:
         rows=rows,
         files=list(columns),
         kind="tag",
-        metric=check_metric("tag", arguments.metric) if arguments.metric else None,
+        metric=arguments.metric,
         columns={"text": str(arguments.word), "text_b": None, "label": str(label)},
         bad=bad,
         splits=[(split, paths[0]) for split, paths in files.items()],
@@ -154,12 +157,14 @@ def sentences(
     for block in _blocks(path, columns, bad):
         faults = ((at, _fault(fields, columns)) for at, fields in block)
         fault = next(((at, reason) for at, reason in faults if reason), None)
-        words = [fields[columns.word] for _, fields in block if len(fields) > columns.word]
         if fault:
             bad(path, *fault)
-        elif words != [DOCUMENT]:
-            label = columns.label
-            yield block[0][0], words, [NO_LABEL if label is None else f[label] for _, f in block]
+            continue
+        words = [fields[columns.word].strip() for _, fields in block]
+        label = columns.label
+        labels = [NO_LABEL if label is None else fields[label].strip() for _, fields in block]
+        if words != [DOCUMENT]:
+            yield block[0][0], words, labels
 
 
 def _blocks(
@@ -192,10 +197,6 @@ def _fault(fields: list[str], columns: ConllColumns) -> str:
 
 
 # ------------------------------------------------------------------------------ FLIP's directories
-
-
-def add_flip_arguments(parser: argparse.ArgumentParser) -> None:
-    """FLIP's tasks have no options of their own."""
 
 
 def read_flip(arguments: argparse.Namespace) -> TaskSource:
@@ -260,29 +261,18 @@ def _flip_files(arguments: argparse.Namespace) -> list[Path]:
 
 def _records(path: Path, bad: BadRows) -> Iterator[tuple[int, str, list[str], str]]:
     """(line, name, the other fields of the header, text) of every FASTA record. Its text may hold
-    digits, which `read_fasta` does not allow."""
-    start, header, parts = 0, [""], list[str]()
-    for at, line in read_lines(path, bad):
-        if line.startswith(">"):
-            if start:
-                yield start, header[0], header[1:], "".join(parts)
-            start, header, parts = at, line[1:].split() or [""], []
-        elif start:
-            parts += line.upper().split()
-        elif line.strip():
-            raise BadInput(
-                f"{path}:{at}: text before the first header; a record begins with a line >name"
-            )
-    if start:
-        yield start, header[0], header[1:], "".join(parts)
+    digits."""
+    for line, header, text in read_fasta(path, bad, letters=FASTA_LETTERS + string.digits):
+        name, *fields = header.split() or [""]
+        yield line, name, fields, text
 
 
 def _protein_fault(name: str, protein: str, labels: str, marks: str) -> str:
     """Why a protein cannot be used; "" if it can."""
     if not protein:
         return f"{name} is not in sequences.fasta"
-    if wrong := sorted(set(protein) - set(LETTERS)):
-        return f"{name}: letters other than {LETTERS}: {''.join(wrong)!r}"
+    if fault := sequence_fault(protein, LETTERS):
+        return f"{name}: {fault}"
     if not len(protein) == len(labels) == len(marks):
         return (
             f"{name} has {len(protein)} amino acids, {len(labels)} labels and "

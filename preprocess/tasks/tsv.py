@@ -166,6 +166,8 @@ def read(arguments: argparse.Namespace) -> TaskSource:
     labels = [name.strip() for name in arguments.labels.split(",")] if arguments.labels else None
     if labels and (len(set(labels)) != len(labels) or arguments.kind == "score"):
         raise BadInput(f"--labels {arguments.labels}: give each class once, with --kind class")
+    if labels and "" in labels:
+        raise BadInput(f"--labels {arguments.labels}: a name is empty; leave out the extra comma")
     return TaskSource(
         rows=rows,
         files=[path for paths in files.values() for path in paths],

@@ -99,12 +99,6 @@ class _Training(threading.Thread):
         return self.learned
 
 
-def save_tokenizer(tokenizer: tokenizers.Tokenizer, output: Path, overwrite: bool) -> None:
-    """Write the tokenizer's directory. It appears only once it is complete."""
-    with atomic_directory(output, overwrite) as directory:
-        tokenizer.save(directory)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `tokenizer`."""
     add = parser.add_argument
@@ -210,7 +204,8 @@ def run(arguments: argparse.Namespace) -> None:
         bad.report()
         if kind != "symbols" and len(tokenizer) < arguments.vocab_size:
             note = " (the text yields no more)"
-    save_tokenizer(tokenizer, output, arguments.overwrite)
+    with atomic_directory(output, arguments.overwrite) as directory:
+        tokenizer.save(directory)
     what = f"{tokenizer.kind} tokenizer of {len(tokenizer):,} pieces{note}"
     say(f"{output}: {what}, {time.monotonic() - started:.1f} s")
 
