@@ -71,9 +71,9 @@ class CaptureConfig(ExamplesConfig):
     run: str | None = Field(None, json_schema_extra=HIDDEN)
     """Not allowed here, because a capture has no figure that TensorBoard could show."""
     names: NameList = Field((), json_schema_extra=HIDDEN)
-    """Ignored, because a capture does not store a name."""
+    """Not allowed here, because a capture does not store a name."""
     mapping_b: str | None = Field(None, json_schema_extra=HIDDEN)
-    """Ignored, because a capture reads only one checkpoint."""
+    """Not allowed here, because a capture reads only one checkpoint."""
     overwrite: bool = False
     """Replace an earlier capture of the same name."""
     layers: str = "all"
@@ -93,8 +93,8 @@ def run(paths: list[str], config: CaptureConfig) -> None:
     """`python -m xformer.analysis capture CHECKPOINT key=value ...`"""
     out = Path(config.out)
     parts = _parts_of(out)
-    if config.run is not None:
-        raise BadInput("capture draws no figure that a run could show: leave run= out")
+    if unused := sorted(config.model_fields_set & {"run", "names", "mapping_b"}):
+        raise BadInput(f"capture draws nothing and reads one checkpoint: leave {unused[0]}= out")
     if out.suffix != ".h5" or out.is_dir():
         raise BadInput(f"out={out}: give a file whose name ends in .h5, such as F.h5")
     check_place(parts)
@@ -173,7 +173,6 @@ def _locked(parts: Path, identity: dict[str, Any], out: Path, overwrite: bool) -
     Parts of the same capture that a killed process left are kept. Raises BadInput if the directory
     is in use, or holds another capture.
     """
-    fresh = not parts.exists()
     make_directory(parts, "out=")
     note = parts / NOTE
     with (parts / ".lock").open("w") as lock:
@@ -187,7 +186,7 @@ def _locked(parts: Path, identity: dict[str, Any], out: Path, overwrite: bool) -
             out.unlink(missing_ok=True)
             for old in [note, *parts.glob("*.h5")]:
                 old.unlink(missing_ok=True)
-        if not fresh and note.exists():
+        if note.exists():
             _refuse_other(read_json(note), identity, parts)
         try:
             _remove_temporary(parts)

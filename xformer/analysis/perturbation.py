@@ -145,8 +145,14 @@ def run(paths: list[str], config: PerturbationConfig) -> None:
         for m in models
     )
     line += f" (L2, {len(examples.rows)} examples, {drawing.many(config.draws, 'draw')} of noise)"
-    metrics = {m["name"]: {f"{n['std']:.0e}": n["mean"] for n in m["noise"]} for m in models}
+    metrics = {m["name"]: {_key(n["std"]): n["mean"] for n in m["noise"]} for m in models}
     publish(config, result, draw, line, metrics)
+
+
+def _key(deviation: float) -> str:
+    """The name of a metric: "1e-02" for 0.01, and "0.012", which has two digits, as it is."""
+    short = f"{deviation:.0e}"
+    return short if float(short) == deviation else f"{deviation:g}"
 
 
 def _summary(deviation: float, of_draws: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:

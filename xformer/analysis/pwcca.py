@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -260,12 +260,14 @@ def _as_in_anatome(pair: NetworkPair, chunks: Iterator[Tensor]) -> float:
 # ------------------------------------------------------------------------------ many layers
 
 
-def grid(stream: LayerStream) -> list[list[Similarity]]:
+def grid(
+    stream: LayerStream, layers: Sequence[Sequence[int]] | None = None
+) -> list[list[Similarity]]:
     """The similarity of every layer of one network with every layer of another, in two passes.
 
     `stream()` starts a pass, which yields chunks of samples: for each network, a list of layers (n,
     d). The first pass computes the basis of each layer, the second the inner products of the bases.
-    If a layer is constant, raises a ValueError that names it.
+    If a layer is constant, raises a ValueError with its number, which `layers` may give.
     """
     factors: list[list[Factor]] = []
     for chunk in stream():
@@ -276,10 +278,11 @@ def grid(stream: LayerStream) -> list[list[Similarity]]:
     bases: list[list[Basis]] = []
     for number, side in enumerate(factors):
         bases.append([])
-        for layer, factor in enumerate(side):
+        for i, factor in enumerate(side):
             try:
                 bases[-1].append(basis(*factor.result(), factor.rows)[0])
             except ValueError as error:
+                layer = layers[number][i] if layers else i
                 which = ("first", "second")[number]
                 raise ValueError(f"layer {layer} of the {which} network: {error}") from None
     inner = [
@@ -392,7 +395,7 @@ def _compare_layers(
     else:
         if variant != "definition":
             raise BadInput(f"variant={variant} compares only one pair of layers: give layers=last")
-        rows, pairs = grid(stream), []
+        rows, pairs = grid(stream, chosen), []
     widest = max((s for row in rows for s in row), key=lambda s: sum(s.ranks))
     if message := too_few(widest.samples, widest.ranks):
         say(f"warning: {message}", error=True)
