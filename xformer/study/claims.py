@@ -192,6 +192,8 @@ class Verdict:
         if self.early:
             return f"{self.seeds}, as registered"
         open_parts = [d for _, d, p in self.parts if p is None or p > 1 - LEVEL]
+        if not open_parts:  # a level of `each` has no scores yet
+            return ""
         numbers = [d.needed(self.margin, self.claim.tie) for d in open_parts]
         known = [number for number in numbers if number is not None]
         if len(known) < len(numbers) or not known:

@@ -18,7 +18,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from glob import has_magic
@@ -310,13 +310,13 @@ class Plan:
         settings = self.study.settings(name, levels)
         if stage.command:
             parts = with_settings(stage.command, settings)
-            with within(label):
+            with within(label), self._once(f"stages.{name}"):
                 return self._command(parts, inputs, "runs/", stage.result, name)
         if stage.recipe not in self._recipes:
             place = find_recipe(stage.recipe, self.study.path.parent)
             self._recipes[stage.recipe] = read_recipe(place)
         raw = merge(self._recipes[stage.recipe], settings)
-        with within(label):
+        with within(label), self._once(f"stages.{name}"):
             by_key = self._by_content(self._filled(raw, inputs, True), inputs)
             precision, key = self._settled(by_key, stage.processes)
         if by_key.get("system", {}).get("precision", "auto") == "auto":
@@ -384,21 +384,27 @@ class Plan:
             return self._made_at[place]
         if name not in self.study.made:
             raise BadInput(f"there is no made.{name}{nearest(name, list(self.study.made))}")
-        if name in self._making:
-            raise BadInput(f"made.{name} is made from itself")
         made = self.study.made[name]
         if bool(made.same) == bool(made.command) or (made.command and "{out}" not in made.command):
             raise BadInput(
                 f"made.{name} needs either `same`, or a command with {{out}} as a word of its own"
             )
-        self._making.append(name)
-        try:
+        with self._once(f"made.{name}"):
             if made.same:
                 job = self._made(made.same, levels)
             else:
                 inputs = _Inputs(f"made.{name}", levels)
                 job = self._command(made.command, inputs, f"made/{name}-")
-            return self._made_at.setdefault(place, job)
+        return self._made_at.setdefault(place, job)
+
+    @contextmanager
+    def _once(self, name: str) -> Iterator[None]:
+        """Refuse to plan something while it is being planned, because it needs itself."""
+        if name in self._making:
+            raise BadInput(f"{name} is made from itself")
+        self._making.append(name)
+        try:
+            yield
         finally:
             self._making.remove(name)
 
@@ -451,6 +457,8 @@ class Plan:
 
     def _waited_for(self, stage: str, levels: Levels) -> Job:
         """The run of a stage that another run waits for, at that one's levels."""
+        if stage not in self.study.stages:  # its name may depend on a level
+            raise BadInput(f"there is no stage {stage!r}{nearest(stage, list(self.study.stages))}")
         for factor, known in self.study.factors(stage).items():
             if factor not in levels:
                 raise BadInput(f"{{stage.{stage}}} varies by {factor}, which this stage does not")
@@ -460,6 +468,8 @@ class Plan:
 
     def _need(self, name: str, below: str, place: str, by_key: bool, inputs: _Inputs) -> str:
         """The path of what lies `below` a need, or its digest."""
+        if name not in self.paths:  # its name may depend on a level
+            raise BadInput(f"there is no need {name!r}{nearest(name, list(self.paths))}")
         given, parts = self.paths[name], below.split("/")
         plain = [*takewhile(lambda part: not has_magic(part), parts)]
         # for a glob, the directory that holds its files

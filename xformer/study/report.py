@@ -149,6 +149,7 @@ class Report:
     paper: str
     notes: Sequence[str]
     sections: Sequence[Section]
+    verdicts: Sequence[Verdict]
     claims: Sequence[dict[str, Any]]  # a record of each part of each claim
     failed: Sequence[Outcome]
     waiting: dict[str, int]  # why jobs were not run, and how many
@@ -187,6 +188,7 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
         study.paper,
         (*map(typed, notes.notes), *(f"{line}." for line in plan.mixed())),
         sections,
+        every,
         records,
         [outcome for outcome in outcomes.values() if outcome.state == "failed"],
         dict(waiting),
@@ -210,26 +212,31 @@ def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     for ending in ("html", "md"):
         text = render(report, ending)
         (directory / f"report.{ending}").write_text(text, encoding="utf-8")
-    if results.study.headline is None:
+    shown = results.study.headline
+    if shown is None:
         return text
     with style.colours(style.LIGHT):
-        drawn = headline.draw(results, results.study.headline)
-        style.write(drawn, directory / f"{headline.NAME}.png")
-    return "\n".join(headline.lines(results, results.study.headline))
+        style.write(headline.draw(results, shown), directory / f"{shown.name}.png")
+    return "\n".join(headline.lines(results, shown, report.verdicts))
 
 
 def _keep(report: Report, kept: Path | None, directory: Path) -> None:
     """Write the numbers of the claims with their sources into the directory of the report. Copy
-    them and results.csv to the kept results if there are any."""
+    them and results.csv to the kept results if there are any. A report without numbers of claims
+    removes those of an earlier report."""
     if report.claims:
         text = ",\n".join(map(json.dumps, report.claims))
         write_text(directory / CLAIMS, f'{{"claims": [\n{text}\n]}}\n')
+    else:
+        (directory / CLAIMS).unlink(missing_ok=True)
     if kept is not None:
         make_directory(kept, "kept=")
         for name in ("results.csv", CLAIMS):
+            copy = kept / f"{directory.name}.{name}"
             if (directory / name).is_file():
-                text = (directory / name).read_text("utf-8")
-                write_text(kept / f"{directory.name}.{name}", text)
+                write_text(copy, (directory / name).read_text("utf-8"))
+            else:
+                copy.unlink(missing_ok=True)
 
 
 def render(report: Report, ending: str) -> str:
@@ -252,8 +259,8 @@ def _headline(results: Results) -> Iterator[Section]:
     shown = results.study.headline
     if shown is not None and headline.rows(results, shown):
         with style.colours(style.BOTH):
-            svg = style.svg(headline.draw(results, shown), headline.NAME)
-        yield Section("In one picture", figure=Drawing(f"{headline.NAME}.svg", svg))
+            svg = style.svg(headline.draw(results, shown), shown.name)
+        yield Section("In one picture", figure=Drawing(f"{shown.name}.svg", svg))
 
 
 def _claims(
