@@ -377,17 +377,16 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     (tmp_path / "d/result.json").write_text("{}")
     with pytest.raises(BadInput, match=r"result.json is damaged: it names no selected checkpoint"):
         resolve(tmp_path / "d")
-    config = CurvesConfig(out="x")
-    curve = curves.average(runs[:2], "train", "loss", config)
+    curve = curves.average(runs[:2], "train", "loss")
     assert curve["x"] == [1, 2, 3]
     assert curve["mean"] == pytest.approx([4.1, 3.1, 2.1])
     assert curve["deviation"] == pytest.approx([0.02**0.5] * 3)
-    smooth = curves.average(runs[2:], "train", "loss", CurvesConfig(out="x", smooth=3))
+    smooth = curves.average(runs[2:], "train", "loss", smooth=3)
     assert smooth["mean"] == pytest.approx([4.5, 4, 3.5])
-    smooth = curves.average(runs[2:], "train", "loss", CurvesConfig(out="x", smooth=2))
+    smooth = curves.average(runs[2:], "train", "loss", smooth=2)
     assert smooth["mean"] == pytest.approx([4.5, 3.5, 3])
     with pytest.raises(BadInput, match="no accuracy over step in train; it has loss, step"):
-        curves.average(runs, "train", "accuracy", config)
+        curves.average(runs, "train", "accuracy")
 
 
 @pytest.mark.parametrize("page", [style.LIGHT, style.DARK, style.BOTH])
@@ -417,7 +416,7 @@ def test_a_logarithmic_axis_shows_plain_numbers(tmp_path: Path) -> None:
     svg = next(path for path in written if path.name == "noise.svg").read_text()
     assert "mathdefault" not in svg
     assert "<!-- 0.01 -->" in svg
-    assert "<!-- a $ sign -->" in svg
+    assert r"<!-- a \$ sign -->" in svg  # the text that matplotlib was given, not a formula
     (tmp_path / "pwcca.json").write_text('{"analysis": "pwcca"}')
     with pytest.raises(BadInput, match=r"pwcca.json is not a complete result of pwcca \(KeyError"):
         redraw([str(tmp_path / "pwcca.json")])

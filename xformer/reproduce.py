@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from xformer.analysis.curves import CurvesConfig, average
+from xformer.analysis.curves import average
 from xformer.config import Settings, find_recipe, load, merge
 from xformer.data import style
 from xformer.data.display import say
@@ -152,7 +152,7 @@ def recorded(plan: Plan) -> dict[str, Any]:
 def points(curve: Curve, runs: list[Job]) -> tuple[list[float], np.ndarray]:
     """The steps (S,) at which runs logged a number, and the numbers (runs, S)."""
     paths = [str(run.path) for run in runs]
-    content = average(paths, curve.event, curve.value, CurvesConfig(out="-"))
+    content = average(paths, curve.event, curve.value)
     return content["x"], np.array(content["values"])
 
 

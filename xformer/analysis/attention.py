@@ -20,12 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xformer.analysis import drawing
-from xformer.analysis.examples import (
-    Examples,
-    ExamplesConfig,
-    look_inside,
-    open_examples,
-)
+from xformer.analysis.examples import Examples, ExamplesConfig, look_inside, open_examples
 from xformer.analysis.subcommand import Subcommand, publish, with_progress
 from xformer.data import style
 from xformer.data.display import say
@@ -138,10 +133,7 @@ def _of_layer(number: int, costs: np.ndarray) -> dict[str, Any]:
     ours, theirs = match(mean)
     return {
         "layer": number,
-        "distance": {
-            "mean": float(each.mean()),
-            "deviation": float(each.std(ddof=1)) if len(each) > 1 else 0.0,
-        },
+        "distance": drawing.spread(each),
         "unmatched": float(mean.mean()),
         "matching": {
             "first": ours.tolist(),

@@ -78,8 +78,8 @@ class CaptureConfig(ExamplesConfig):
     """Replace an earlier capture of the same name."""
     layers: str = "all"
     """all, last, or numbers such as 0,6,12. Layer 0 is the output of the embeddings."""
-    what: str = "hidden"
-    """hidden, attention, or hidden,attention."""
+    what: Literal["hidden", "attention", "hidden,attention"] = "hidden"
+    """What is written: hidden states, attention maps, or both."""
     dtype: Literal["float16", "float32"] = "float16"
     """Data type of the numbers."""
     examples: int = Field(256, ge=1)
@@ -98,9 +98,7 @@ def run(paths: list[str], config: CaptureConfig) -> None:
     if out.suffix != ".h5" or out.is_dir():
         raise BadInput(f"out={out}: give a file whose name ends in .h5, such as F.h5")
     check_place(parts)
-    kinds = [kind.strip() for kind in config.what.split(",")]
-    if not set(kinds) <= {"hidden", "attention"}:
-        raise BadInput(f"what={config.what}: give hidden, attention, or hidden,attention")
+    kinds = config.what.split(",")
     examples = open_examples(config, paths)
     layers = parse_layers(config.layers, examples.models[0].layers)
     if "attention" in kinds and not any(layers):
@@ -108,7 +106,7 @@ def run(paths: list[str], config: CaptureConfig) -> None:
             f"layers={config.layers}: the embeddings (0) have no attention; give other layers, or "
             "what=hidden"
         )
-    identity = _identity(examples, config, kinds, layers)
+    identity = _identity(examples, config, layers)
     if out.exists() and not config.overwrite:
         _refuse_other(open_capture(out).attributes, identity, out)
         say(f"{out} is already complete")
@@ -126,9 +124,7 @@ def run(paths: list[str], config: CaptureConfig) -> None:
 # ------------------------------------------------------------------------------------ writing
 
 
-def _identity(
-    examples: Examples, config: CaptureConfig, kinds: list[str], layers: list[int]
-) -> dict[str, Any]:
+def _identity(examples: Examples, config: CaptureConfig, layers: list[int]) -> dict[str, Any]:
     """The settings that decide what a capture holds. They become the attributes of the file."""
     loaded = examples.models[0]
     return {
@@ -143,7 +139,7 @@ def _identity(
         "seed": config.seed,
         "max_tokens": examples.max_tokens,
         "mapping": config.mapping or "as trained",
-        "what": ",".join(kinds),
+        "what": config.what,
         "layers": layers,
         "model_layers": loaded.layers,
         "dtype": config.dtype,

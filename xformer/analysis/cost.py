@@ -256,16 +256,7 @@ def random_batch(checkpoint: Checkpoint, config: CostConfig, device: torch.devic
     else:
         labels = on_device(generator.integers(0, task.outputs, N))
     ends = torch.arange(N + 1, dtype=torch.int32, device=device) * L
-    return Batch(
-        tokens,
-        positions,
-        torch.zeros_like(positions),
-        ends,
-        L,
-        labels,
-        places,
-        targets,
-    )
+    return Batch(tokens, positions, torch.zeros_like(positions), ends, L, labels, places, targets)
 
 
 @torch.no_grad()

@@ -1,9 +1,11 @@
-"""Shared by the figures and messages of the analyses: short names, counts, heat maps."""
+"""Shared by the figures and messages of the analyses: names, counts, spreads, heat maps."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 NAME_LENGTH = 28  # characters of a name in a figure
 
@@ -25,6 +27,12 @@ def plus_minus(mean: float, deviation: float, runs: int) -> str:
         half = deviation / 2**0.5  # the deviation of a sample of two is their distance / sqrt(2)
         return f"{mean:.4g} ({mean - half:.4g}, {mean + half:.4g})"
     return f"{mean:.4g}" + (f" ± {deviation:.2g}" if runs > 2 else "")
+
+
+def spread(values: Any) -> dict[str, float]:
+    """The mean and the standard deviation (n - 1) of some numbers; the deviation of one is 0."""
+    deviation = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    return {"mean": float(np.mean(values)), "deviation": deviation}
 
 
 def short(name: str) -> str:

@@ -260,19 +260,12 @@ def _of_example(loaded: LoadedModel, row: int, config: JacobianConfig) -> dict[s
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Means and deviations over examples, and the examples' own singular values."""
-
-    def over_examples(values: list[float]) -> dict[str, float]:
-        return {
-            "mean": float(np.mean(values)),
-            "deviation": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0,
-        }
-
     values = [np.array(row["values"]) for row in rows]
     return {
-        "median": over_examples([float(np.median(v)) for v in values]),
-        "largest": over_examples([float(v.max()) for v in values]),
-        "rms": over_examples([float(np.sqrt((v**2).mean())) for v in values]),
-        "near_one": over_examples([float(((v > 0.5) & (v < 2)).mean()) for v in values]),
+        "median": drawing.spread([float(np.median(v)) for v in values]),
+        "largest": drawing.spread([float(v.max()) for v in values]),
+        "rms": drawing.spread([float(np.sqrt((v**2).mean())) for v in values]),
+        "near_one": drawing.spread([float(((v > 0.5) & (v < 2)).mean()) for v in values]),
         "examples": rows,
     }
 

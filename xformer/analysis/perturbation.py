@@ -158,11 +158,9 @@ def _key(deviation: float) -> str:
 def _summary(deviation: float, of_draws: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
     """The distances for noise of one size, over examples and draws."""
     absolute, relative = (np.concatenate([draw[i] for draw in of_draws]) for i in (0, 1))
-    ddof = int(len(absolute) > 1)
     return {
         "std": deviation,
-        "mean": float(absolute.mean()),
-        "deviation": float(absolute.std(ddof=ddof)),
+        **drawing.spread(absolute),
         "relative": float(relative.mean()),
         "by_draw": [float(a.mean()) for a, _ in of_draws],
     }
@@ -182,21 +180,9 @@ def draw(result: dict[str, Any]) -> Figure:
         above = np.array([n["deviation"] for n in model["noise"]])
         # An error bar cannot reach 0 on a logarithmic axis.
         below = np.minimum(above, 0.9 * mean)
-        axes.bar(
-            places,
-            mean,
-            width * 0.92,
-            color=f"C{i}",
-            label=drawing.short(model["name"]),
-        )
+        axes.bar(places, mean, width * 0.92, color=f"C{i}", label=drawing.short(model["name"]))
         axes.errorbar(
-            places,
-            mean,
-            [below, above],
-            fmt="none",
-            ecolor=rcParams["text.color"],
-            lw=1,
-            capsize=3,
+            places, mean, [below, above], fmt="none", ecolor=rcParams["text.color"], lw=1, capsize=3
         )
     axes.set_yscale("log")
     style.plain_ticks(axes.yaxis)

@@ -486,11 +486,7 @@ def _draw_pair(result: dict[str, Any], names: list[str]) -> Any:
             label=f"{measure.upper()} {cell[measure]:.3f}",
         )
     axes.axhline(
-        cell["chance"],
-        color=style.FAINT,
-        ls=":",
-        lw=1.4,
-        label=f"chance {cell['chance']:.3f}",
+        cell["chance"], color=style.FAINT, ls=":", lw=1.4, label=f"chance {cell['chance']:.3f}"
     )
     axes.set(
         xlabel="canonical direction",

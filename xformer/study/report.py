@@ -672,11 +672,7 @@ def _deviations(notes: Notes, shown: Shown) -> Grid | None:
 
 
 def _run(
-    job: Job,
-    results: Results,
-    outcomes: dict[str, Outcome],
-    directory: Path,
-    again: dict[str, str],
+    job: Job, results: Results, outcomes: dict[str, Outcome], directory: Path, again: dict[str, str]
 ) -> RunEntry:
     metrics = results.metrics.get(job.key, {})
     named = 2 if job.command[0] == "-m" else 1  # the words that name the program
@@ -703,10 +699,7 @@ def _run(
 
 
 def table_figure(
-    table: ScoreTable,
-    cells: Sequence[Sequence[Cell]],
-    names: Sequence[str],
-    joined: bool = False,
+    table: ScoreTable, cells: Sequence[Sequence[Cell]], names: Sequence[str], joined: bool = False
 ) -> str:
     """An SVG of a table: a group for each column, labelled by `names`, and a colour for each row.
     Every score is a point beside the mean, which has the standard deviation of three scores or

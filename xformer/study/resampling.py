@@ -83,14 +83,6 @@ class Shares(Results):
         ours, theirs = self.replicates(table, a), self.replicates(table, b)
         return {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
 
-    def of_cell(self, table: ScoreTable, row: str, columns: Sequence[str]) -> list[np.ndarray]:
-        """The shares of the mean of some columns, for each seed that has them all."""
-        every = [
-            self.replicates(table, {table.rows: row, table.columns: column}) for column in columns
-        ]
-        seeds = [seed for seed in every[0] if all(seed in one for one in every)]
-        return [np.mean([one[seed] for one in every], axis=0) for seed in seeds]
-
     def bootstrap(self, seeds: Sequence[np.ndarray], margin: float = 0.0) -> Bootstrap | str:
         """The multi-bootstrap of the mean over seeds of some sums, or why there is none."""
         if len(seeds) < ENOUGH:

@@ -23,7 +23,7 @@ from scipy import stats
 
 from xformer import checkpoint as checkpoints
 from xformer import provenance
-from xformer.analysis.curves import CurvesConfig, average
+from xformer.analysis.curves import average
 from xformer.config import flat, read_recipe
 from xformer.data.errors import BadInput
 from xformer.data.files import (
@@ -284,6 +284,14 @@ class Results:
         whole = {k: [v for v in values if v is not None] for k, values in groups.items()}
         return {k: mean_of(values) for k, values in whole.items() if len(values) == len(groups[k])}
 
+    def of_cell(self, table: ScoreTable, row: str, columns: Sequence[str]) -> list[Any]:
+        """The means of some columns, for each replicate that has them all."""
+        first, *others = (
+            self.replicates(table, {table.rows: row, table.columns: column}) for column in columns
+        )
+        keys = [key for key in first if all(key in other for other in others)]
+        return [mean_of([one[key] for one in (first, *others)]) for key in keys]
+
     def means(self, table: ScoreTable) -> dict[str, tuple[str, ...]]:
         """The columns that each mean of columns has at this scale."""
         columns = self.study.columns(table)
@@ -300,11 +308,9 @@ class Results:
 
     def _cell(self, table: ScoreTable, row: str, name: str, parts: tuple[str, ...]) -> Cell:
         """A column, or the mean of some columns for each replicate that has them all."""
-        wanted = {part: {table.rows: row, table.columns: part} for part in parts}
-        first, *others = (self.replicates(table, levels) for levels in wanted.values())
-        keys = [key for key in first if all(key in other for other in others)]
-        means = [mean(one[key] for one in (first, *others)) for key in keys]
-        every = [score for levels in wanted.values() for score in self.scores(table, levels)]
+        means = self.of_cell(table, row, parts)
+        wanted = [{table.rows: row, table.columns: part} for part in parts]
+        every = [score for levels in wanted for score in self.scores(table, levels)]
         scores = [score for score in every if score.value is not None]
         is_mean = name in table.means
         whole = not is_mean or len(parts) == len(table.means[name])
@@ -417,7 +423,7 @@ class Results:
 def mean_line(name: str, runs: Sequence[Job], event: str, value: str) -> Line | None:
     """The line of some runs; None if there is no run, no log, or no such number in it."""
     try:
-        curve = average([str(job.path) for job in runs], event, value, CurvesConfig(out="-"))
+        curve = average([str(job.path) for job in runs], event, value)
     except (BadInput, OSError, LookupError, TypeError, ValueError, RecursionError):
         return None
     return Line(name, len(runs), curve["x"], curve["mean"], curve["deviation"])
