@@ -188,7 +188,7 @@ def test_a_report_says_why_runs_were_made_again(
         for run in plan.runs("finetune"):
             run.path.mkdir(parents=True, exist_ok=True)
             run.path.with_suffix(".toml").write_text(toml_text(run.recipe or {}))
-        execute(plan, pool.local(1, 1), Ledger(None, plan))
+        execute(plan, pool.local(1), Ledger(None, plan))
         for run in plan.runs("finetune"):
             write_json(run.proof, {"metrics": {"test": {"accuracy": 0.5}}, "seconds": 2.0})
         return listed, (plan.root / "letters-mini/report.md").read_text()
@@ -1856,8 +1856,8 @@ def test_gpus_are_those_that_the_process_may_see(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    local, seen = pool.local(0, 2), []
-    assert local.slots == 4
+    assert pool.local(0).slots == 2
+    local, seen = pool.local(4), []
     for slot in range(4):
         shows = job(
             tmp_path, f"w{slot}", "import os; P.write_text(os.environ['CUDA_VISIBLE_DEVICES'])"

@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> None:
     directory = plan.root / f"{plan.study.path.stem}-{SCALE}"
     make_directory(directory, "output=")
     make_directory(Path(settings.record).parent, "record=")
-    outcomes = pool.run_plan(plan, pool.local(0, 1), lambda job, again: "")
+    outcomes = pool.run_plan(plan, pool.local(0), lambda job, again: "")
     results = Results(plan)
     write_report(results, outcomes, directory)
     for outcome in outcomes.values():

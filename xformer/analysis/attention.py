@@ -23,7 +23,7 @@ from xformer.analysis import drawing
 from xformer.analysis.examples import Examples, ExamplesConfig, look_inside, open_examples
 from xformer.analysis.subcommand import Subcommand, publish, with_progress
 from xformer.data import style
-from xformer.data.display import say
+from xformer.data.display import many, say
 from xformer.data.errors import BadInput
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def draw(result: dict[str, Any]) -> Figure:
     store = drawing.of_stores(result["data"]["store"])
     figure.suptitle(
         f"{names[0]} and {names[1]}\n"
-        f"attention on {drawing.many(result['data']['examples'], 'example')} of {store}",
+        f"attention on {many(result['data']['examples'], 'example')} of {store}",
         fontsize=10.5,
     )
     figure.supxlabel(

@@ -28,7 +28,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from xformer.analysis.drawing import many
 from xformer.analysis.examples import (
     Examples,
     ExamplesConfig,
@@ -39,7 +38,7 @@ from xformer.analysis.examples import (
 )
 from xformer.analysis.subcommand import NameList, Subcommand, check_place, with_progress
 from xformer.config import HIDDEN
-from xformer.data.display import say
+from xformer.data.display import many, say
 from xformer.data.errors import BadInput
 from xformer.data.files import (
     file_checksum,

@@ -26,6 +26,7 @@ from xformer.analysis import drawing
 from xformer.analysis.subcommand import NameList, Output, Subcommand, publish
 from xformer.config import flat
 from xformer.data import style
+from xformer.data.display import many, plus_minus
 from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.run import completed, read_config
@@ -85,8 +86,8 @@ def run(paths: list[str], config: CurvesConfig) -> None:
     }
     first = drawn[0]["series"]
     line = f"curves {config.value}: " + "; ".join(
-        f"{s['name']} {drawing.plus_minus(s['mean'][-1], s['deviation'][-1], len(s['runs']))} at "
-        f"{config.x} {s['x'][-1]:g} ({drawing.many(len(s['runs']), 'run')})"
+        f"{s['name']} {plus_minus(s['mean'][-1], s['deviation'][-1], len(s['runs']))} at "
+        f"{config.x} {s['x'][-1]:g} ({many(len(s['runs']), 'run')})"
         for s in first
     )
     publish(config, result, draw, line, {s["name"]: {config.value: s["mean"][-1]} for s in first})
@@ -114,7 +115,7 @@ def _renamed(groups: dict[str, list[str]], names: tuple[str, ...]) -> dict[str, 
         return groups
     if len(set(names)) != len(groups) or len(names) != len(groups) or "" in names:
         raise BadInput(
-            f"names={','.join(names)}: the runs form {drawing.many(len(groups), 'curve')}; give "
+            f"names={','.join(names)}: the runs form {many(len(groups), 'curve')}; give "
             "one name for each, all different, with commas between them"
         )
     return dict(zip(names, groups.values(), strict=True))
@@ -203,7 +204,7 @@ def draw(result: dict[str, Any]) -> Figure:
             colour = f"C{i}"
             x, mean, deviation = (np.array(series[k]) for k in ("x", "mean", "deviation"))
             name = drawing.plain(textwrap.shorten(series["name"], 60, placeholder=" …"))
-            label = f"{name} ({drawing.many(len(series['runs']), 'run')})"
+            label = f"{name} ({many(len(series['runs']), 'run')})"
             panel_axes.plot(
                 x,
                 mean,

@@ -1,4 +1,4 @@
-"""Shared by the figures and messages of the analyses: names, counts, spreads, heat maps."""
+"""Shared by the figures and messages of the analyses: names, spreads, heat maps."""
 
 from __future__ import annotations
 
@@ -10,23 +10,9 @@ import numpy as np
 NAME_LENGTH = 28  # characters of a name in a figure
 
 
-def many(count: int, noun: str) -> str:
-    """A count with its noun in singular or plural: 1 example, 2 examples."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def of_stores(name: str) -> str:
     """The name of a store without its directory, or of joined stores with "and" between them."""
     return " and ".join(Path(part).name for part in name.split(" and "))
-
-
-def plus_minus(mean: float, deviation: float, runs: int) -> str:
-    """A mean and its deviation: 6.474 ± 0.012; for two runs the mean and both numbers, 6.474
-    (6.462, 6.486); for a single run 6.474."""
-    if runs == 2:
-        half = deviation / 2**0.5  # the deviation of a sample of two is their distance / sqrt(2)
-        return f"{mean:.4g} ({mean - half:.4g}, {mean + half:.4g})"
-    return f"{mean:.4g}" + (f" ± {deviation:.2g}" if runs > 2 else "")
 
 
 def spread(values: Any) -> dict[str, float]:

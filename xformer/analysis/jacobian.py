@@ -27,6 +27,7 @@ from xformer.analysis.examples import ExamplesConfig, LoadedModel, look_inside, 
 from xformer.analysis.subcommand import Subcommand, publish, with_progress
 from xformer.data import style
 from xformer.data.batch import Batch
+from xformer.data.display import many
 from xformer.data.errors import BadInput
 from xformer.ops.native import only_plain
 
@@ -232,7 +233,7 @@ def run(paths: list[str], config: JacobianConfig) -> None:
         f"{s['largest']['mean']:.3g}, {100 * s['near_one']['mean']:.1f} % between 1/2 and 2"
         for s in summaries
     )
-    line += f" on {drawing.many(len(examples.rows), 'example')}, output token {config.token}"
+    line += f" on {many(len(examples.rows), 'example')}, output token {config.token}"
     metrics = {s["name"]: {name: s[name]["mean"] for name in SUMMARY} for s in summaries}
     publish(config, result, draw, line, metrics)
 
@@ -285,7 +286,7 @@ def draw(result: dict[str, Any]) -> Figure:
     store = drawing.of_stores(result["data"]["store"])
     figure.suptitle(
         "Singular values of d(last hidden state) / d(word embeddings), "
-        f"{drawing.many(result['data']['examples'], 'example')} of {store}"
+        f"{many(result['data']['examples'], 'example')} of {store}"
         + (" (mean ± sd over them)" if result["data"]["examples"] > 1 else ""),
         fontsize=10.5,
     )

@@ -34,6 +34,7 @@ from xformer.analysis.examples import (
 )
 from xformer.analysis.subcommand import Subcommand, publish, with_progress
 from xformer.data import style
+from xformer.data.display import many
 from xformer.data.errors import BadInput
 from xformer.tasks.task import to_device
 
@@ -144,7 +145,7 @@ def run(paths: list[str], config: PerturbationConfig) -> None:
         f"{m['name']}: " + ", ".join(f"{n['mean']:.3g} at {n['std']:g}" for n in m["noise"])
         for m in models
     )
-    line += f" (L2, {len(examples.rows)} examples, {drawing.many(config.draws, 'draw')} of noise)"
+    line += f" (L2, {len(examples.rows)} examples, {many(config.draws, 'draw')} of noise)"
     metrics = {m["name"]: {_key(n["std"]): n["mean"] for n in m["noise"]} for m in models}
     publish(config, result, draw, line, metrics)
 
@@ -193,7 +194,7 @@ def draw(result: dict[str, Any]) -> Figure:
         xlabel="standard deviation of the noise on every parameter",
         ylabel="L2 distance of last hidden states",
         title=f"{result['data']['examples']} examples of {store}, "
-        f"{drawing.many(result['draws'], 'draw')} of noise (mean ± sd)",
+        f"{many(result['draws'], 'draw')} of noise (mean ± sd)",
     )
     axes.legend(fontsize=8.5)
     return figure

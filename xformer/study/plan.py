@@ -132,7 +132,7 @@ class Plan:
         self.paths = {name: paths.get(name, need.path) for name, need in study.needs.items()}
         self.jobs: dict[str, Job] = {}
         self.wanted: set[str] = set()
-        # runs that have one key, although only one of them types a dropout that is the default
+        # pairs of runs with one key, of which only one types a dropout, and that is the default
         self.twins: list[tuple[Job, Job]] = []
         self.absent: dict[str, Path] = {}  # the first path that is missing below a need
         self.digests = Digests(root / "digests.json")
@@ -195,16 +195,16 @@ class Plan:
         every = self._staged.get(stage, {}).values()
         return [job for job in every if (at or {}).items() <= job.levels.items()]
 
-    def shown_in(self, table: ScoreTable) -> Iterator[tuple[Job, dict[str, Any], str]]:
-        """The runs of a table that have a recipe, with their recipes, and the metrics that it reads
-        of each. What a command leaves in its result is not known."""
+    def shown_in(self, table: ScoreTable) -> Iterator[tuple[Job, str]]:
+        """The runs of a table that have a recipe, with the metrics that it reads of each. What a
+        command leaves in its result is not known."""
         less = self.study.factors(table.minus) if table.minus else {}
         where = {factor: level for factor, level in table.where.items() if factor in less}
         for job in (*self.runs(table.stage, table.where), *self.runs(table.minus, where)):
             column = job.levels.get(table.columns)
             for metric in table.metrics if column is None else [table.metric_of(column)]:
                 if job.recipe is not None:
-                    yield job, job.recipe, metric
+                    yield job, metric
 
     def mixed(self) -> list[str]:
         """A line for each stage whose runs differ in a precision that nobody chose."""
@@ -237,7 +237,7 @@ class Plan:
 
     def _check_metric(self, table: ScoreTable) -> None:
         """Refuse a metric that the runs of a table will not have."""
-        for job, _, metric in self.shown_in(table):
+        for job, metric in self.shown_in(table):
             if table.split_of(metric) != "train":
                 _check_scores(f"table {table.name}", job, metric.rpartition(".")[2])
 
@@ -272,8 +272,8 @@ class Plan:
             )
 
     def _check_run(self, job: Job) -> None:
-        """Refuse a run that lies in the place of another: one in another precision (precision did
-        not always belong to the key), or one that was copied from another key."""
+        """Refuse a run whose directory holds another run: one copied from another key, or one in
+        another precision, which was not always part of the key."""
         config = job.path / "config.json"
         if job.recipe is None or not config.is_file():
             return

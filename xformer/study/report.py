@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-from xformer.analysis.drawing import plus_minus
 from xformer.config import toml_text
 from xformer.data import style
+from xformer.data.display import plus_minus
 from xformer.data.errors import typed
 from xformer.data.files import make_directory, read_json, write_text
 from xformer.study import dotplot, headline
@@ -470,17 +470,23 @@ def _settings(results: Results, stage: str, notes: Notes) -> Iterator[Section]:
         [Entry(row[0].row), *(Entry(_interval(c, digits), "", c.value, _link(c)) for c in row)]
         for row in cells
     ]
+    if along := _numeric_factor(results.study, stage):
+        figure = _along(results.study, table, along, cells)
+    else:
+        figure = _side_by_side(table, cells)
+    grid = Grid(["settings", *(cell.column for cell in cells[0])], rows)
+    yield Section(table.title, about, figure, grid=grid, scores=_scores(cells, digits))
+
+
+def _side_by_side(table: ScoreTable, cells: list[list[Cell]]) -> Drawing:
+    """The figure of a sweep: the scores of the best settings, a colour for each split."""
     drawn = [row for row in cells if row[0].sample is not None][:SHOWN]
     names = [row[0].row.replace(", ", "\n") for row in drawn]
     columns = [list(column) for column in zip(*drawn, strict=True)]
     columns = [[replace(cell, row=cell.column) for cell in column] for column in columns]
     caption = "Bars show ± one standard deviation of three seeds or more."
     caption += f" Only the best {SHOWN} settings are drawn." if len(drawn) < len(cells) else ""
-    figure = Drawing(f"{stage}.svg", table_figure(table, columns, names), caption=caption)
-    if along := _numeric_factor(results.study, stage):
-        figure = _along(results.study, table, along, cells)
-    grid = Grid(["settings", *(cell.column for cell in cells[0])], rows)
-    yield Section(table.title, about, figure, grid=grid, scores=_scores(cells, digits))
+    return Drawing(f"{table.stage}.svg", table_figure(table, columns, names), caption=caption)
 
 
 def _numeric_factor(study: Study, stage: str) -> str:

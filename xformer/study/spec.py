@@ -286,15 +286,14 @@ class Claim(Settings):
 
 
 class Registration(Settings):
-    """How the claims are tested, written down before the first run. The report shows the commit
-    that holds each claim; a claim that is younger than the first result is exploratory."""
+    """How the claims are tested, written down before the first run: by Student's two-sided test of
+    differences that are paired by the factor `seed`, or two one-sided tests for a tie. Scores are
+    first averaged over everything else. The report shows the commit that holds each claim; a claim
+    that is younger than the first result is exploratory."""
 
     # The minimum number of levels of each random factor, for each side of a claim: seeds.seed = 5
     # pre-trainings, seeds.draw = 2 fine-tunings of each.
     seeds: dict[str, int]
-    # Student's two-sided test of differences that are paired by the factor `seed`; of a tie, two
-    # one-sided tests. Scores are first averaged over everything else.
-    test: Literal["paired t over seed"] = "paired t over seed"
     # What a level of `seed` is, such as "a pre-training". The claims are about these.
     unit: str = Field(min_length=1)
     # The one extension that is planned, and when it is made; or "none". With an extension every p
@@ -309,7 +308,8 @@ class Registration(Settings):
     def words(self) -> str:
         """All of it in a line."""
         twice = " (so every p is doubled)" if self.looks == 2 else ""
-        return f"{self.test}; a seed is {self.unit}; planned extension: {self.extension}{twice}"
+        unit = f"paired t over seed; a seed is {self.unit}"
+        return f"{unit}; planned extension: {self.extension}{twice}"
 
 
 class Deviation(Settings):
