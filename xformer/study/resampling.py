@@ -7,6 +7,7 @@ docs/verify.py from scores that are computed again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -161,7 +162,7 @@ def _hours(results: Results, keys: set[str]) -> float:
         if key not in every:
             every[key] = None
             left += results.plan.jobs[key].waits
-    return sum(results.seconds.get(key, 0.0) for key in every) / 3600
+    return math.fsum(results.seconds.get(key, 0.0) for key in every) / 3600  # in any order
 
 
 # ------------------------------------------------------------------------- where variance is from
