@@ -262,7 +262,7 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
         (
             'settings.init = "{stage.pretrain}"',
             'settings.init = "{stage.{of}}"\nvary.of.finetune = {}',
-            "stages.finetune is made from itself",
+            "toml: finetune of=finetune seed=0 start=pretrained rate=low: stages.finetune is made",
         ),
         (
             "settings.train = { steps = 4 }",

@@ -310,13 +310,13 @@ class Plan:
         settings = self.study.settings(name, levels)
         if stage.command:
             parts = with_settings(stage.command, settings)
-            with within(label), self._once(f"stages.{name}"):
+            with self._once(f"stages.{name}"), within(label):
                 return self._command(parts, inputs, "runs/", stage.result, name)
         if stage.recipe not in self._recipes:
             place = find_recipe(stage.recipe, self.study.path.parent)
             self._recipes[stage.recipe] = read_recipe(place)
         raw = merge(self._recipes[stage.recipe], settings)
-        with within(label), self._once(f"stages.{name}"):
+        with self._once(f"stages.{name}"), within(label):
             by_key = self._by_content(self._filled(raw, inputs, True), inputs)
             precision, key = self._settled(by_key, stage.processes)
         if by_key.get("system", {}).get("precision", "auto") == "auto":
