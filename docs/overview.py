@@ -53,7 +53,8 @@ def rows_printed(text: str) -> Iterator[tuple[str, ...]]:
     """A row for each claim in the tables of the page."""
     for study, section in sections(text):
         seeds = re.search(rf"\b({'|'.join(NUMBERS)}) seeds?\b", section)
-        assert seeds is not None
+        if seeds is None:
+            raise ValueError(f"{PAGE}: say in the section of {study} how many seeds it has")
         table = re.search(r"^\| claim \|.*\n\|[-|]+\n((?:\|.*\n)+)", section, re.MULTILINE)
         for line in table[1].splitlines() if table else ():
             claim, verdict, difference = (cell.strip() for cell in line.strip("|").split("|"))

@@ -16,7 +16,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from functools import wraps
 from inspect import getdoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 from unittest.mock import patch
 
 from pydantic import BaseModel
@@ -205,9 +205,8 @@ def keys_of(schema: type[BaseModel], prefix: str = "") -> str:
     for name, field in schema.model_fields.items():
         if field.json_schema_extra == HIDDEN:
             continue
-        annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            lines.append(keys_of(annotation, f"{prefix}{name}."))
+        if group_of(field.annotation):
+            lines.append(keys_of(field.annotation, f"{prefix}{name}."))
         else:
             lines.append(term(f"{prefix}{name}", field.description or "", kind(field)))
     return "\n".join(lines)
@@ -274,7 +273,7 @@ Each key is followed by its type and its default. A key `optim.lr` is the key `l
 `[optim]` in the file."""
 
 
-def group_of(annotation: Any) -> bool:
+def group_of(annotation: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 

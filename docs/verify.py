@@ -230,8 +230,8 @@ def effect(claim: dict, pairs: list[float]) -> dict[str, Any]:
 
 
 def is_shown(claim: dict, again: dict[str, Any], pairs: list[float]) -> bool:
-    """Whether the words of a claim, such as "+4.2 ± 8.1", have its numbers; "+4.2 (+3.1, +5.3)" of
-    two pairs."""
+    """Whether the words of a claim, such as "+4.2 ± 8.1", have its numbers; "+4.2 (seeds: +3.1,
+    +5.3)" of two pairs."""
     words = [float(word) for word in re.findall(r"[+-]?\d+(?:\.\d+)?", claim["shown"])]
     numbers = [again["effect"], *(pairs if len(pairs) == 2 else [again["half"]])]
     numbers = [number for number in numbers if number is not None]
@@ -280,8 +280,8 @@ def of_claims(path: Path, known: dict[tuple[str, ...], float]) -> list[str]:
     words = []
     claims = json.loads(path.read_text(encoding="utf-8"))["claims"]
     for text, parts in groupby(claims, key=lambda claim: claim["text"]):
-        recomputed = []
-        for claim in parts:
+        every, recomputed = list(parts), []
+        for claim in every:
             part = f": {claim['part']}" if claim["part"] else ""
             title = f"{path.stem}: {text}{part}"
             if not all(tuple(of) in known for terms in claim["pairs"] for _, *of in terms):
@@ -297,10 +297,10 @@ def of_claims(path: Path, known: dict[tuple[str, ...], float]) -> list[str]:
                 continue
             right = is_shown(claim, again, pairs)
             words.append(say(AGREES if right else DIFFERS, f"{title}: {claim['shown']}"))
-        if recomputed:
-            right = is_possible(recomputed)
-            verdict = recomputed[0][0]["verdict"]
-            words.append(say(AGREES if right else DIFFERS, f"{path.stem}: {text}: {verdict}"))
+        word = UNKNOWN  # the verdict may come from a part that cannot be recomputed
+        if len(recomputed) == len(every):
+            word = AGREES if is_possible(recomputed) else DIFFERS
+        words.append(say(word, f"{path.stem}: {text}: {every[0]['verdict']}"))
     return words
 
 

@@ -132,6 +132,8 @@ def test_a_capture_of_something_else_is_refused(small: Path, tmp_path: Path) -> 
         open_pair([str(out), str(other)])
     for change, message in (
         ({"run": "runs/x"}, "leave run= out"),
+        ({"names": ("x",)}, "leave names= out"),
+        ({"mapping_b": "none"}, "leave mapping_b= out"),
         ({"layers": "0", "what": "attention"}, r"the embeddings \(0\) have no attention"),
     ):
         with pytest.raises(BadInput, match=message):
@@ -147,6 +149,22 @@ def test_a_capture_of_something_else_is_refused(small: Path, tmp_path: Path) -> 
     pair = open_pair([str(out), str(out)])
     with pytest.raises(BadInput, match=r"hidden of the layers 7 is needed"):
         next(pair.stream([[7], [0]]))
+
+
+def test_a_capture_that_ends_meanwhile_is_not_mixed_with_another(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process writes its parts just before this one gets the lock."""
+    out = tmp_path / "f.h5"
+    make = capture.make_directory
+
+    def late(path: Path, *rest: Any) -> None:
+        make(path, *rest)
+        (path / "capture.json").write_text('{"weights": "other"}')
+
+    monkeypatch.setattr(capture, "make_directory", late)
+    with pytest.raises(BadInput, match=r"holds another capture \(.*weights=other"):
+        capture.run([str(small / "a")], config_of(small, out))
 
 
 def test_a_damaged_capture_is_refused(small: Path, tmp_path: Path) -> None:
@@ -298,6 +316,11 @@ def test_noise_is_standard_gaussian() -> None:
     assert float(made.std()) == pytest.approx(1, abs=0.02)
 
 
+def test_each_size_of_noise_has_its_own_name() -> None:
+    names = [perturbation._key(size) for size in (1e-2, 1.2e-2, 1e-8)]
+    assert names == ["1e-02", "0.012", "1e-08"]
+
+
 # ------------------------------------------------------------------------------------- curves
 
 
@@ -344,8 +367,9 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     ]
     with pytest.raises(BadInput, match="the runs form 2 curves; give one name for each"):
         curves.run(runs, CurvesConfig(out=str(tmp_path / "out"), names=("fast",)))
-    with pytest.raises(BadInput, match="is given twice"):
-        parse_arguments(curves.SUBCOMMAND, [runs[0], runs[1], runs[0], "out=x"])
+    for again in (runs[0], f"{runs[0]}/", f"{runs[1]}/../a"):
+        with pytest.raises(BadInput, match="is given twice"):
+            parse_arguments(curves.SUBCOMMAND, [runs[0], runs[1], again, "out=x"])
     (tmp_path / "d").mkdir()
     (tmp_path / "d/config.json").write_text("7")
     with pytest.raises(BadInput, match=r"d/config.json is damaged: it holds no recipe"):
@@ -353,17 +377,16 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     (tmp_path / "d/result.json").write_text("{}")
     with pytest.raises(BadInput, match=r"result.json is damaged: it names no selected checkpoint"):
         resolve(tmp_path / "d")
-    config = CurvesConfig(out="x")
-    curve = curves.average(runs[:2], "train", "loss", config)
+    curve = curves.average(runs[:2], "train", "loss")
     assert curve["x"] == [1, 2, 3]
     assert curve["mean"] == pytest.approx([4.1, 3.1, 2.1])
     assert curve["deviation"] == pytest.approx([0.02**0.5] * 3)
-    smooth = curves.average(runs[2:], "train", "loss", CurvesConfig(out="x", smooth=3))
+    smooth = curves.average(runs[2:], "train", "loss", smooth=3)
     assert smooth["mean"] == pytest.approx([4.5, 4, 3.5])
-    smooth = curves.average(runs[2:], "train", "loss", CurvesConfig(out="x", smooth=2))
+    smooth = curves.average(runs[2:], "train", "loss", smooth=2)
     assert smooth["mean"] == pytest.approx([4.5, 3.5, 3])
     with pytest.raises(BadInput, match="no accuracy over step in train; it has loss, step"):
-        curves.average(runs, "train", "accuracy", config)
+        curves.average(runs, "train", "accuracy")
 
 
 @pytest.mark.parametrize("page", [style.LIGHT, style.DARK, style.BOTH])
@@ -393,7 +416,7 @@ def test_a_logarithmic_axis_shows_plain_numbers(tmp_path: Path) -> None:
     svg = next(path for path in written if path.name == "noise.svg").read_text()
     assert "mathdefault" not in svg
     assert "<!-- 0.01 -->" in svg
-    assert "<!-- a $ sign -->" in svg
+    assert r"<!-- a \$ sign -->" in svg  # the text that matplotlib was given, not a formula
     (tmp_path / "pwcca.json").write_text('{"analysis": "pwcca"}')
     with pytest.raises(BadInput, match=r"pwcca.json is not a complete result of pwcca \(KeyError"):
         redraw([str(tmp_path / "pwcca.json")])

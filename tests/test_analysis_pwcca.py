@@ -320,3 +320,7 @@ def test_a_constant_layer_is_named() -> None:
     x = torch.randn(50, 3, generator=torch.Generator().manual_seed(2))
     with pytest.raises(ValueError, match="layer 1 of the second network: all neurons are constant"):
         grid(lambda: iter([([x], [x, torch.ones(50, 4)])]))
+    with pytest.raises(ValueError, match="layer 12 of the second network: all neurons are constan"):
+        analysis._compare_layers(
+            lambda: iter([([x], [x, torch.ones(50, 4)])]), [[6], [6, 12]], "definition"
+        )

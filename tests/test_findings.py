@@ -88,6 +88,8 @@ def test_kept_claims_take_the_place_of_printed_ones(tmp_path: Path) -> None:
     path.write_text(json.dumps({"claims": [part]}))
     with pytest.raises(ValueError, match="run the study huang2021-heads-mini again"):
         script("overview").page(PAGE, tmp_path)
+    with pytest.raises(ValueError, match="say in the section of onset how many seeds it has"):
+        list(script("overview").rows_printed("# Page\n## Onset\n\n`onset` has seeds\n"))
 
 
 def test_attention_to_the_matching_bracket(tmp_path: Path) -> None:

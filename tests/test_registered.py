@@ -5,6 +5,7 @@ and runs at chance level.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -212,9 +213,10 @@ def test_a_claim_with_too_few_seeds_is_refused(file: Path) -> None:
     file.write_text(file.read_text().replace("seeds.seed = 2", "seeds.seed = 3"))
     with pytest.raises(BadInput, match=r"registration\.seeds\.seed=3, but pretrained has 2 levels"):
         read_study(file, "mini")
-    file.write_text(file.read_text().replace("seeds.seed = 3", "seeds.draw = 1"))
-    with pytest.raises(BadInput, match=r"registration: there is no 'seed'"):
-        read_study(file, "mini")
+    for seeds in ("seeds.draw = 1", "seeds = {}"):
+        file.write_text(re.sub(r"^seeds\b.*", seeds, file.read_text(), flags=re.MULTILINE))
+        with pytest.raises(BadInput, match=r"registration\.seeds: there is no 'seed'"):
+            read_study(file, "mini")
 
 
 @pytest.mark.usefixtures("data")

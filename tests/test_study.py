@@ -33,7 +33,7 @@ from xformer.config import read_recipe, toml_text
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, write_json
 from xformer.run import in_use
-from xformer.study import pool
+from xformer.study import claims, headline, pool
 from xformer.study.__main__ import execute, listing
 from xformer.study.__main__ import main as study_main
 from xformer.study.claims import holm, paired_test, verdicts
@@ -50,7 +50,7 @@ from xformer.study.results import (
     statistics_of,
     write_csv,
 )
-from xformer.study.spec import read_study
+from xformer.study.spec import Claim, ScoreTable, read_study
 
 STUDY = f"""
 title = "Letters"
@@ -188,7 +188,7 @@ def test_a_report_says_why_runs_were_made_again(
         for run in plan.runs("finetune"):
             run.path.mkdir(parents=True, exist_ok=True)
             run.path.with_suffix(".toml").write_text(toml_text(run.recipe or {}))
-        execute(plan, pool.local(1, 1), Ledger(None, plan))
+        execute(plan, pool.local(1), Ledger(None, plan))
         for run in plan.runs("finetune"):
             write_json(run.proof, {"metrics": {"test": {"accuracy": 0.5}}, "seconds": 2.0})
         return listed, (plan.root / "letters-mini/report.md").read_text()
@@ -253,6 +253,17 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
         ),
         ("settings.train.epochs = 1", "settings.train.epoch = 1", "unknown key train.epoch"),
         ('"{need.data}/x.tsv"', '"{need.dat}/x.tsv"', "there is no 'dat'"),
+        ('"{need.data}/x.tsv"', '"{need.{start}}"', "there is no need 'pretrained'"),
+        (
+            "{stage.pretrain}",
+            "{stage.{start}}",
+            "there is no stage 'pretrained'; did you mean pretrain?",
+        ),
+        (
+            'settings.init = "{stage.pretrain}"',
+            'settings.init = "{stage.{of}}"\nvary.of.finetune = {}',
+            "toml: finetune of=finetune seed=0 start=pretrained rate=low: stages.finetune is made",
+        ),
         (
             "settings.train = { steps = 4 }",
             "settings.train = { steps = 4 }\nvary.depth.two = {}",
@@ -331,6 +342,33 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
             "[[curves]]\nname = 'x'\ntitle = 'x'\nstage = 'finetune'\n"
             "panels = 'rate'\nlines = 'model'\n[[claims]]",
             "there is no 'model'",
+        ),
+        (
+            "[[claims]]",
+            "[[curves]]\nname = 'x'\ntitle = 'x'\nstage = 'finetune'\npanels = 'rate'\n"
+            "lines = 'start'\nvalidation.hihg = 'accuracy'\n[[claims]]",
+            "curves x: validation: there is no 'hihg'; did you mean high?",
+        ),
+        (
+            "[[claims]]",
+            "[[curves]]\nname = 'headline'\ntitle = 'x'\nstage = 'finetune'\n"
+            f"panels = 'rate'\nlines = 'start'\n{HEADLINE}",
+            "two figures of the report are written to 'headline.svg'",
+        ),
+        (
+            'columns = "rate"',
+            'columns = "rate"\nmeans.both = ["low", "hihg"]',
+            "table main: means.both: there is no 'hihg'; did you mean high?",
+        ),
+        (
+            "vary.seed = [0, 1]",
+            'vary.seed = [0, 1]\nwithout = [{ sed = "0" }]',
+            "finetune: without: there is no 'sed'; did you mean seed?",
+        ),
+        (
+            "vary.seed = [0, 1]",
+            'vary.seed = [0, 1]\nwithout = [{ seed = "2" }]',
+            "finetune: without: there is no '2'",
         ),
         ("[[claims]]", HEADLINE.replace("main", "mian"), "headline: there is no 'mian'"),
         ("[[claims]]", HEADLINE.replace("scratch", "nothing"), "labels: there is no 'nothing'"),
@@ -1367,8 +1405,32 @@ def test_tables_and_verdicts(file: Path, data: Path, tmp_path: Path) -> None:
     assert {"seed", "start", "rate", "key", "split", "metric", "value"} < set(rows[0])
 
 
-def test_the_headline_is_a_picture_and_a_few_lines(file: Path, data: Path, tmp_path: Path) -> None:
+def test_claims_that_are_removed_leave_nothing(file: Path, data: Path, tmp_path: Path) -> None:
+    """Neither beside the report nor in the kept results."""
+    for there in (True, False):
+        plan = plan_of(file, tmp_path, data=str(data))
+        plan.kept, directory = tmp_path / "kept", plan.root / "letters-mini"
+        directory.mkdir(parents=True, exist_ok=True)
+        if there:
+            finish(plan, lambda seed, start, rate: 0.5 + 0.1 * int(seed))
+        write_report(Results(plan), {}, directory)
+        kept = plan.kept / "letters-mini.claims.json"
+        assert [(directory / "claims.json").exists(), kept.exists()] == [there, there]
+        file.write_text(re.sub(r"\[\[claims\]\].*?\n\n", "", file.read_text(), flags=re.DOTALL))
+
+
+def test_the_headline_is_a_picture_and_a_few_lines(
+    file: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It shows the first column: every score, the mean and its interval, and the verdicts."""
+    tested: list[str] = []
+    test = claims._verdict
+
+    def counted(results: Results, claim: Claim, table: ScoreTable) -> claims.Verdict:
+        tested.append(claim.text)
+        return test(results, claim, table)
+
+    monkeypatch.setattr(claims, "_verdict", counted)
     curves = "[[curves]]\nname = 'loss'\ntitle = 'The loss'\nstage = 'finetune'\n"
     curves += "panels = 'rate'\nlines = 'rate'\nvalidation = 'accuracy'\n"
     named = HEADLINE.replace("[headline.labels]", "curves = 'loss'\n[headline.labels]")
@@ -1382,7 +1444,9 @@ def test_the_headline_is_a_picture_and_a_few_lines(file: Path, data: Path, tmp_p
         log = [{"event": "train", "step": i, "loss": 2.0 - i} for i in (0, 1)]
         log.append({"event": "validation", "step": 1, "accuracy": 0.7})
         (run.path / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in log))
+    tested.clear()
     printed = write_report(Results(plan), {}, directory)
+    assert len(tested) == 1  # looking up the commits of claims takes seconds
     assert printed.splitlines() == [
         "Does it help to know letters? accuracy on test, mean and 95% interval:",
         "  pretrained                                    60.5  (60.0, 61.0; 2 seeds)",
@@ -1399,6 +1463,13 @@ def test_the_headline_is_a_picture_and_a_few_lines(file: Path, data: Path, tmp_p
     assert svg.count('<use xlink:href="#') >= 4  # a dot for each score
     text = (directory / "report.md").read_text()
     assert text.index("In one picture") < text.index("claims")
+    plan.runs("finetune", {"seed": "1", "start": "scratch"})[0].proof.unlink()
+    assert plan.study.headline is not None
+    left, right = headline.draw(Results(plan), plan.study.headline).axes
+    assert left.get_ylabel() == "loss and accuracy"
+    labels = [f"{kind} {rate}" for kind in ("training", "validation") for rate in ("low", "high")]
+    assert [line.get_label() for line in left.lines] == labels
+    assert "dots: 1 or 2 seeds" in right.get_xlabel()
 
 
 MORE = """
@@ -1676,7 +1747,10 @@ def test_a_claim_may_fail_or_stay_open(
         return 0.5 + (gain + wobble if start == "pretrained" else 0.0)
 
     finish(plan, accuracy)
-    assert verdicts(Results(plan))[0].state == state
+    verdict = verdicts(Results(plan))[0]
+    assert verdict.state == state
+    if lead is None:  # more seeds of the other rate would decide nothing
+        assert verdict.needed == ""
 
 
 def test_a_claim_may_compare_what_its_table_leaves_out(
@@ -1782,8 +1856,8 @@ def test_gpus_are_those_that_the_process_may_see(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    local, seen = pool.local(0, 2), []
-    assert local.slots == 4
+    assert pool.local(0).slots == 2
+    local, seen = pool.local(4), []
     for slot in range(4):
         shows = job(
             tmp_path, f"w{slot}", "import os; P.write_text(os.environ['CUDA_VISIBLE_DEVICES'])"

@@ -4,6 +4,7 @@ SQuAD's own script do. (tests/test_resampling.py checks it on whole directories.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,20 @@ def test_a_damaged_file_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert [printed.count(f"{name} is damaged") for name in ("a.zip", "b.claims.json")] == [1, 1]
     assert "c.results.csv" in printed
+
+
+def test_a_part_that_cannot_be_checked_leaves_the_verdict_open(tmp_path: Path) -> None:
+    """The other part holds, which does not rule out that the claim fails."""
+    verify = script("verify")
+    known = {("k", "test", str(i)): 1 + i / 10 for i in range(3)}
+    pairs = [[[1.0, "k", "test", str(i)]] for i in range(3)]
+    claim = {"text": "a", "verdict": "fails", "tie": False, "margin": 0.0, "pairs": pairs}
+    claim |= verify.effect(claim, verify.pairs_of(claim, known))
+    lost = {**claim, "part": "high", "pairs": [[[1.0, "lost", "test", "0"]]]}
+    path = tmp_path / "x.claims.json"
+    path.write_text(json.dumps({"claims": [{**claim, "part": "low"}, lost]}))
+    words = verify.of_claims(path, known)
+    assert words == [verify.AGREES] * 3 + [verify.UNKNOWN] * 2
 
 
 @pytest.mark.parametrize("model", OFFICIAL)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from xformer.analysis.curves import CurvesConfig, average
+from xformer.analysis.curves import average
 from xformer.config import Settings, find_recipe, load, merge
 from xformer.data import style
 from xformer.data.display import say
@@ -103,7 +103,7 @@ def main(arguments: list[str]) -> None:
     make_directory(Path(settings.record).parent, "record=")
     if settings.record:
         check_writable(Path(settings.record))
-    outcomes = pool.run_plan(plan, pool.local(0, 1), lambda job, again: "")
+    outcomes = pool.run_plan(plan, pool.local(0), lambda job, again: "")
     results = Results(plan)
     write_report(results, outcomes, directory)
     for outcome in outcomes.values():
@@ -155,7 +155,7 @@ def recorded(plan: Plan) -> dict[str, Any]:
 def points(curve: Curve, runs: list[Job]) -> tuple[list[float], np.ndarray]:
     """The steps (S,) at which runs logged a number, and the numbers (runs, S)."""
     paths = [str(run.path) for run in runs]
-    content = average(paths, curve.event, curve.value, CurvesConfig(out="-"))
+    content = average(paths, curve.event, curve.value)
     return content["x"], np.array(content["values"])
 
 

@@ -460,11 +460,10 @@ def read_predictions(path: Path) -> None:
 
 
 def draw_curves(path: Path) -> None:
-    config = curves.CurvesConfig(out=str(path / "figures"))
     with silent():
         groups = curves.grouped([str(path)])
         for runs in groups.values():
-            curves.average(runs, "train", "loss", config)
+            curves.average(runs, "train", "loss")
 
 
 def unpacked(path: Path) -> None:

@@ -20,15 +20,10 @@ from pydantic import Field
 from torch import Tensor
 
 from xformer.analysis import drawing
-from xformer.analysis.examples import (
-    Examples,
-    ExamplesConfig,
-    look_inside,
-    open_examples,
-)
+from xformer.analysis.examples import Examples, ExamplesConfig, look_inside, open_examples
 from xformer.analysis.subcommand import Subcommand, publish, with_progress
 from xformer.data import style
-from xformer.data.display import say
+from xformer.data.display import many, say
 from xformer.data.errors import BadInput
 
 if TYPE_CHECKING:
@@ -138,10 +133,7 @@ def _of_layer(number: int, costs: np.ndarray) -> dict[str, Any]:
     ours, theirs = match(mean)
     return {
         "layer": number,
-        "distance": {
-            "mean": float(each.mean()),
-            "deviation": float(each.std(ddof=1)) if len(each) > 1 else 0.0,
-        },
+        "distance": drawing.spread(each),
         "unmatched": float(mean.mean()),
         "matching": {
             "first": ours.tolist(),
@@ -196,7 +188,7 @@ def draw(result: dict[str, Any]) -> Figure:
     store = drawing.of_stores(result["data"]["store"])
     figure.suptitle(
         f"{names[0]} and {names[1]}\n"
-        f"attention on {drawing.many(result['data']['examples'], 'example')} of {store}",
+        f"attention on {many(result['data']['examples'], 'example')} of {store}",
         fontsize=10.5,
     )
     figure.supxlabel(

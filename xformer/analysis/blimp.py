@@ -25,7 +25,7 @@ from xformer.analysis import drawing
 from xformer.analysis.examples import names_of
 from xformer.analysis.subcommand import NameList, Output, Subcommand, publish
 from xformer.data import style
-from xformer.data.display import say
+from xformer.data.display import many, say
 from xformer.data.errors import BadInput
 from xformer.data.tokenizers import load_tokenizer
 from xformer.minimal_pairs import PLL, read_pairs, score_pairs
@@ -84,7 +84,7 @@ def run(paths: list[str], config: BlimpConfig) -> None:
     result = {"analysis": "blimp", **settings, "pairs": len(pairs), "models": models}
     last = {name: points[-1] for name, points in averaged(models).items()}
     line = "; ".join(f"{name} {point['accuracy']:.4f}" for name, point in last.items())
-    line = f"blimp accuracy on {drawing.many(len(pairs), 'pair')}: {line}"
+    line = f"blimp accuracy on {many(len(pairs), 'pair')}: {line}"
     metrics = {
         name: {"accuracy": point["accuracy"], **point["phenomena"]} for name, point in last.items()
     }
@@ -151,7 +151,7 @@ def draw(result: dict[str, Any]) -> Figure:
         ncols=4 if several else 2,
         fontsize=8,
     )
-    title = f"{drawing.many(result['pairs'], 'minimal pair')}, scored by PLL ({result['pll']})"
+    title = f"{many(result['pairs'], 'minimal pair')}, scored by PLL ({result['pll']})"
     figure.suptitle(title, fontsize=9, color=style.FAINT)
     return figure
 

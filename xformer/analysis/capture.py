@@ -28,7 +28,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from xformer.analysis.drawing import many
 from xformer.analysis.examples import (
     Examples,
     ExamplesConfig,
@@ -39,7 +38,7 @@ from xformer.analysis.examples import (
 )
 from xformer.analysis.subcommand import NameList, Subcommand, check_place, with_progress
 from xformer.config import HIDDEN
-from xformer.data.display import say
+from xformer.data.display import many, say
 from xformer.data.errors import BadInput
 from xformer.data.files import (
     file_checksum,
@@ -71,15 +70,15 @@ class CaptureConfig(ExamplesConfig):
     run: str | None = Field(None, json_schema_extra=HIDDEN)
     """Not allowed here, because a capture has no figure that TensorBoard could show."""
     names: NameList = Field((), json_schema_extra=HIDDEN)
-    """Ignored, because a capture does not store a name."""
+    """Not allowed here, because a capture does not store a name."""
     mapping_b: str | None = Field(None, json_schema_extra=HIDDEN)
-    """Ignored, because a capture reads only one checkpoint."""
+    """Not allowed here, because a capture reads only one checkpoint."""
     overwrite: bool = False
     """Replace an earlier capture of the same name."""
     layers: str = "all"
     """all, last, or numbers such as 0,6,12. Layer 0 is the output of the embeddings."""
-    what: str = "hidden"
-    """hidden, attention, or hidden,attention."""
+    what: Literal["hidden", "attention", "hidden,attention"] = "hidden"
+    """What is written: hidden states, attention maps, or both."""
     dtype: Literal["float16", "float32"] = "float16"
     """Data type of the numbers."""
     examples: int = Field(256, ge=1)
@@ -93,14 +92,12 @@ def run(paths: list[str], config: CaptureConfig) -> None:
     """`python -m xformer.analysis capture CHECKPOINT key=value ...`"""
     out = Path(config.out)
     parts = _parts_of(out)
-    if config.run is not None:
-        raise BadInput("capture draws no figure that a run could show: leave run= out")
+    if unused := sorted(config.model_fields_set & {"run", "names", "mapping_b"}):
+        raise BadInput(f"capture draws nothing and reads one checkpoint: leave {unused[0]}= out")
     if out.suffix != ".h5" or out.is_dir():
         raise BadInput(f"out={out}: give a file whose name ends in .h5, such as F.h5")
     check_place(parts)
-    kinds = [kind.strip() for kind in config.what.split(",")]
-    if not set(kinds) <= {"hidden", "attention"}:
-        raise BadInput(f"what={config.what}: give hidden, attention, or hidden,attention")
+    kinds = config.what.split(",")
     examples = open_examples(config, paths)
     layers = parse_layers(config.layers, examples.models[0].layers)
     if "attention" in kinds and not any(layers):
@@ -108,7 +105,7 @@ def run(paths: list[str], config: CaptureConfig) -> None:
             f"layers={config.layers}: the embeddings (0) have no attention; give other layers, or "
             "what=hidden"
         )
-    identity = _identity(examples, config, kinds, layers)
+    identity = _identity(examples, config, layers)
     if out.exists() and not config.overwrite:
         _refuse_other(open_capture(out).attributes, identity, out)
         say(f"{out} is already complete")
@@ -126,9 +123,7 @@ def run(paths: list[str], config: CaptureConfig) -> None:
 # ------------------------------------------------------------------------------------ writing
 
 
-def _identity(
-    examples: Examples, config: CaptureConfig, kinds: list[str], layers: list[int]
-) -> dict[str, Any]:
+def _identity(examples: Examples, config: CaptureConfig, layers: list[int]) -> dict[str, Any]:
     """The settings that decide what a capture holds. They become the attributes of the file."""
     loaded = examples.models[0]
     return {
@@ -143,7 +138,7 @@ def _identity(
         "seed": config.seed,
         "max_tokens": examples.max_tokens,
         "mapping": config.mapping or "as trained",
-        "what": ",".join(kinds),
+        "what": config.what,
         "layers": layers,
         "model_layers": loaded.layers,
         "dtype": config.dtype,
@@ -173,7 +168,6 @@ def _locked(parts: Path, identity: dict[str, Any], out: Path, overwrite: bool) -
     Parts of the same capture that a killed process left are kept. Raises BadInput if the directory
     is in use, or holds another capture.
     """
-    fresh = not parts.exists()
     make_directory(parts, "out=")
     note = parts / NOTE
     with (parts / ".lock").open("w") as lock:
@@ -187,7 +181,7 @@ def _locked(parts: Path, identity: dict[str, Any], out: Path, overwrite: bool) -
             out.unlink(missing_ok=True)
             for old in [note, *parts.glob("*.h5")]:
                 old.unlink(missing_ok=True)
-        if not fresh and note.exists():
+        if note.exists():
             _refuse_other(read_json(note), identity, parts)
         try:
             _remove_temporary(parts)

@@ -41,7 +41,7 @@ from xformer.checkpoint import Checkpoint
 from xformer.cost import forward_flops, parameters, training_flops
 from xformer.data import style
 from xformer.data.batch import Batch, Workload
-from xformer.data.display import say
+from xformer.data.display import many, say
 from xformer.data.errors import BadInput
 from xformer.data.files import make_directory, read_run_json
 from xformer.optim import OptimConfig
@@ -120,7 +120,7 @@ def run(paths: list[str], config: CostConfig) -> None:
         "repeats": config.repeats,
     }
     line = "cost " + "; ".join(_sentence(model) for model in models)
-    threads = drawing.many(torch.get_num_threads(), "thread")
+    threads = many(torch.get_num_threads(), "thread")
     line += f" ({config.rows} rows of {config.length} tokens, {threads})"
     metrics = {model["name"]: main_numbers(model) for model in models}
     publish(config, {"analysis": "cost", "batch": batch, "models": models}, draw, line, metrics)
@@ -256,16 +256,7 @@ def random_batch(checkpoint: Checkpoint, config: CostConfig, device: torch.devic
     else:
         labels = on_device(generator.integers(0, task.outputs, N))
     ends = torch.arange(N + 1, dtype=torch.int32, device=device) * L
-    return Batch(
-        tokens,
-        positions,
-        torch.zeros_like(positions),
-        ends,
-        L,
-        labels,
-        places,
-        targets,
-    )
+    return Batch(tokens, positions, torch.zeros_like(positions), ends, L, labels, places, targets)
 
 
 @torch.no_grad()
@@ -415,7 +406,7 @@ def draw(result: dict[str, Any]) -> Figure:
     figure.suptitle(
         f"{batch['rows']} rows of {batch['length']} tokens, head {batch['head']}, "
         f"{batch['precision']}, {batch['device'].upper()}, "
-        f"{drawing.many(batch['threads'], 'thread')}",
+        f"{many(batch['threads'], 'thread')}",
         fontsize=10.5,
     )
     return figure

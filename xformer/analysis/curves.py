@@ -17,7 +17,7 @@ import re
 import textwrap
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -26,6 +26,7 @@ from xformer.analysis import drawing
 from xformer.analysis.subcommand import NameList, Output, Subcommand, publish
 from xformer.config import flat
 from xformer.data import style
+from xformer.data.display import many, plus_minus
 from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.run import completed, read_config
@@ -46,8 +47,8 @@ class CurvesConfig(Output):
     validation: str | None = None
     """A number that the log has for validations, such as loss or accuracy. It is drawn in a second
     panel."""
-    x: str = "step"
-    """The horizontal axis: step or epoch."""
+    x: Literal["step", "epoch"] = "step"
+    """The horizontal axis."""
     names: NameList = ()
     """Names of the curves, in the order of their first runs. Default: the settings that differ."""
     smooth: int = Field(1, ge=1)
@@ -59,8 +60,6 @@ SUBCOMMAND = Subcommand("curves", CurvesConfig, __doc__ or "", 1, None, "run")
 
 def run(paths: list[str], config: CurvesConfig) -> None:
     """`python -m xformer.analysis curves RUN ... key=value ...`"""
-    if config.x not in ("step", "epoch"):
-        raise BadInput(f"x={config.x}: give step or epoch")
     for path in paths:
         if not all((Path(path) / name).is_file() for name in ("log.jsonl", "config.json")):
             raise BadInput(
@@ -73,7 +72,7 @@ def run(paths: list[str], config: CurvesConfig) -> None:
     drawn: list[dict[str, Any]] = []
     for event, value in panels:
         series = [
-            {"name": name, "runs": runs, **average(runs, event, value, config)}
+            {"name": name, "runs": runs, **average(runs, event, value, config.x, config.smooth)}
             for name, runs in groups.items()
         ]
         drawn.append({"event": event, "value": value, "series": series})
@@ -87,8 +86,8 @@ def run(paths: list[str], config: CurvesConfig) -> None:
     }
     first = drawn[0]["series"]
     line = f"curves {config.value}: " + "; ".join(
-        f"{s['name']} {drawing.plus_minus(s['mean'][-1], s['deviation'][-1], len(s['runs']))} at "
-        f"{config.x} {s['x'][-1]:g} ({drawing.many(len(s['runs']), 'run')})"
+        f"{s['name']} {plus_minus(s['mean'][-1], s['deviation'][-1], len(s['runs']))} at "
+        f"{config.x} {s['x'][-1]:g} ({many(len(s['runs']), 'run')})"
         for s in first
     )
     publish(config, result, draw, line, {s["name"]: {config.value: s["mean"][-1]} for s in first})
@@ -116,7 +115,7 @@ def _renamed(groups: dict[str, list[str]], names: tuple[str, ...]) -> dict[str, 
         return groups
     if len(set(names)) != len(groups) or len(names) != len(groups) or "" in names:
         raise BadInput(
-            f"names={','.join(names)}: the runs form {drawing.many(len(groups), 'curve')}; give "
+            f"names={','.join(names)}: the runs form {many(len(groups), 'curve')}; give "
             "one name for each, all different, with commas between them"
         )
     return dict(zip(names, groups.values(), strict=True))
@@ -148,19 +147,22 @@ def _show(value: Any) -> str:
     return Path(value).name if isinstance(value, str) and "/" in value else str(value)
 
 
-def average(runs: list[str], event: str, value: str, config: CurvesConfig) -> dict[str, Any]:
-    """Mean and standard deviation over runs, at the points that all runs logged.
+def average(
+    runs: list[str], event: str, value: str, x: str = "step", smooth: int = 1
+) -> dict[str, Any]:
+    """Mean and standard deviation over runs, at the points that all runs logged. `smooth` is how
+    many neighbouring points are averaged.
 
     Raises BadInput if a run did not log the number, or if the runs have no point in common.
     """
-    curves = [_curve(path, event, value, config) for path in runs]
+    curves = [_curve(path, event, value, x, smooth) for path in runs]
     shared = sorted(set.intersection(*(set(curve) for curve in curves)))
     if not shared:
         raise BadInput(
-            f"{', '.join(runs)} have no {config.x} of {event} in common; give runs that log at "
+            f"{', '.join(runs)} have no {x} of {event} in common; give runs that log at "
             "the same points"
         )
-    values = np.array([[curve[x] for x in shared] for curve in curves])
+    values = np.array([[curve[point] for point in shared] for curve in curves])
     ddof = int(len(values) > 1)
     return {
         "x": shared,
@@ -170,7 +172,7 @@ def average(runs: list[str], event: str, value: str, config: CurvesConfig) -> di
     }
 
 
-def _curve(path: str, event: str, value: str, config: CurvesConfig) -> dict[float, float]:
+def _curve(path: str, event: str, value: str, x: str, smooth: int) -> dict[float, float]:
     """The smoothed number of one run at each point x."""
     points: dict[float, float] = {}
     names: set[str] = set()
@@ -179,16 +181,16 @@ def _curve(path: str, event: str, value: str, config: CurvesConfig) -> dict[floa
             continue
         known = {k for k, v in record.items() if type(v) in (int, float) and abs(v) < math.inf}
         names |= known
-        if value in known and config.x in known:
-            points[float(record[config.x])] = float(record[value])
+        if value in known and x in known:
+            points[float(record[x])] = float(record[value])
     if not points:
         has = ", ".join(sorted(names - {"time"})) or f"no line of {event}"
-        raise BadInput(f"{path}/log.jsonl has no {value} over {config.x} in {event}; it has {has}")
+        raise BadInput(f"{path}/log.jsonl has no {value} over {x} in {event}; it has {has}")
     xs = sorted(points)
-    before, after = (config.smooth - 1) // 2, config.smooth // 2
+    before, after = (smooth - 1) // 2, smooth // 2
     return {
-        x: float(np.mean([points[n] for n in xs[max(0, i - before) : i + after + 1]]))
-        for i, x in enumerate(xs)
+        point: float(np.mean([points[n] for n in xs[max(0, i - before) : i + after + 1]]))
+        for i, point in enumerate(xs)
     }
 
 
@@ -202,7 +204,7 @@ def draw(result: dict[str, Any]) -> Figure:
             colour = f"C{i}"
             x, mean, deviation = (np.array(series[k]) for k in ("x", "mean", "deviation"))
             name = drawing.plain(textwrap.shorten(series["name"], 60, placeholder=" …"))
-            label = f"{name} ({drawing.many(len(series['runs']), 'run')})"
+            label = f"{name} ({many(len(series['runs']), 'run')})"
             panel_axes.plot(
                 x,
                 mean,

@@ -1,16 +1,13 @@
-"""Shared by the figures and messages of the analyses: short names, counts, heat maps."""
+"""Shared by the figures and messages of the analyses: names, spreads, heat maps."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 NAME_LENGTH = 28  # characters of a name in a figure
-
-
-def many(count: int, noun: str) -> str:
-    """A count with its noun in singular or plural: 1 example, 2 examples."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def of_stores(name: str) -> str:
@@ -18,13 +15,10 @@ def of_stores(name: str) -> str:
     return " and ".join(Path(part).name for part in name.split(" and "))
 
 
-def plus_minus(mean: float, deviation: float, runs: int) -> str:
-    """A mean and its deviation: 6.474 ± 0.012; for two runs the mean and both numbers, 6.474
-    (6.462, 6.486); for a single run 6.474."""
-    if runs == 2:
-        half = deviation / 2**0.5  # the deviation of a sample of two is their distance / sqrt(2)
-        return f"{mean:.4g} ({mean - half:.4g}, {mean + half:.4g})"
-    return f"{mean:.4g}" + (f" ± {deviation:.2g}" if runs > 2 else "")
+def spread(values: Any) -> dict[str, float]:
+    """The mean and the standard deviation (n - 1) of some numbers; the deviation of one is 0."""
+    deviation = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    return {"mean": float(np.mean(values)), "deviation": deviation}
 
 
 def short(name: str) -> str:

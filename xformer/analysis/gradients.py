@@ -225,27 +225,20 @@ class PerExample(TorchFunctionMode):
     def embedding(self, tokens: Tensor, weight: Tensor, *rest: Any, **options: Any) -> Tensor:
         y = F.embedding(tokens, weight.detach()).requires_grad_()
         name = self.names[id(weight)]
-        owner = self._owner(name, y)
-        self._expect(name)
-        _on_gradient(y, lambda g: self._matrix(name, Use(tokens, g, owner)))
-        return y
+        return self._use(y, y, [name], lambda g, owner: self._matrix(name, Use(tokens, g, owner)))
 
     def layer_norm(
         self, x: Tensor, shape: Any, weight: Tensor, bias: Tensor | None, eps: float, *rest: Any
     ) -> Tensor:
         y = F.layer_norm(x, shape, weight.detach(), None if bias is None else bias.detach(), eps)
         names = [self.names[id(p)] for p in (weight, bias) if p is not None]
-        owner = self._owner(names[0], x)
-        for name in names:
-            self._expect(name)
 
-        def gather(g: Tensor) -> None:
+        def gather(g: Tensor, owner: Tensor) -> None:
             self._vector(names[0], g * F.layer_norm(x.detach(), shape, None, None, eps), owner)
             for name in names[1:]:
                 self._vector(name, g, owner)
 
-        _on_gradient(y, gather)
-        return y
+        return self._use(y, x, names, gather)
 
     def take_row(self, weight: Tensor, row: int) -> Tensor:
         """A row of an embedding table that is added to every token (RoBERTa's only token type)."""
@@ -259,27 +252,32 @@ class PerExample(TorchFunctionMode):
         if id(vector) in self.rows:
             _, weight, row = self.rows[id(vector)]
             name = self.names[id(weight)]
-            owner = self._owner(name, x)
-            self._expect(name)
-            index = torch.full_like(owner, row)
-            _on_gradient(y, lambda g: self._matrix(name, Use(index, g, owner)))
-            return y
+
+            def gather(g: Tensor, owner: Tensor) -> None:
+                self._matrix(name, Use(torch.full_like(owner, row), g, owner))
+
+            return self._use(y, x, [name], gather)
         name = self.names[id(vector)]
-        owner = self._owner(name, x)
-        self._expect(name)
-        _on_gradient(y, lambda g: self._vector(name, g, owner))
-        return y
+        return self._use(y, x, [name], lambda g, owner: self._vector(name, g, owner))
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
         x, vector = (b, a) if id(a) in self.names else (a, b)
         y = x * vector.detach()
         name = self.names[id(vector)]
-        owner = self._owner(name, x)
-        self._expect(name)
-        _on_gradient(y, lambda g: self._vector(name, g * x.detach(), owner))
-        return y
+        return self._use(y, x, [name], lambda g, owner: self._vector(name, g * x.detach(), owner))
 
     # ------------------------------------------------------------------------- what is gathered
+
+    def _use(
+        self, y: Tensor, x: Tensor, names: list[str], gather: Callable[[Tensor, Tensor], None]
+    ) -> Tensor:
+        """Return `y`, which parameters compute from `x`. In the backward pass call `gather` with
+        the gradient of `y` and the example that each row belongs to."""
+        owner = self._owner(names[0], x)
+        for name in names:
+            self._expect(name)
+        _on_gradient(y, lambda g: gather(g, owner))
+        return y
 
     def _owner(self, name: str, x: Tensor) -> Tensor:
         """For each row of `x` (R, d), the example it belongs to. Parameter `name` reads `x`."""

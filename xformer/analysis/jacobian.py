@@ -27,6 +27,7 @@ from xformer.analysis.examples import ExamplesConfig, LoadedModel, look_inside, 
 from xformer.analysis.subcommand import Subcommand, publish, with_progress
 from xformer.data import style
 from xformer.data.batch import Batch
+from xformer.data.display import many
 from xformer.data.errors import BadInput
 from xformer.ops.native import only_plain
 
@@ -232,7 +233,7 @@ def run(paths: list[str], config: JacobianConfig) -> None:
         f"{s['largest']['mean']:.3g}, {100 * s['near_one']['mean']:.1f} % between 1/2 and 2"
         for s in summaries
     )
-    line += f" on {drawing.many(len(examples.rows), 'example')}, output token {config.token}"
+    line += f" on {many(len(examples.rows), 'example')}, output token {config.token}"
     metrics = {s["name"]: {name: s[name]["mean"] for name in SUMMARY} for s in summaries}
     publish(config, result, draw, line, metrics)
 
@@ -260,19 +261,12 @@ def _of_example(loaded: LoadedModel, row: int, config: JacobianConfig) -> dict[s
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Means and deviations over examples, and the examples' own singular values."""
-
-    def over_examples(values: list[float]) -> dict[str, float]:
-        return {
-            "mean": float(np.mean(values)),
-            "deviation": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0,
-        }
-
     values = [np.array(row["values"]) for row in rows]
     return {
-        "median": over_examples([float(np.median(v)) for v in values]),
-        "largest": over_examples([float(v.max()) for v in values]),
-        "rms": over_examples([float(np.sqrt((v**2).mean())) for v in values]),
-        "near_one": over_examples([float(((v > 0.5) & (v < 2)).mean()) for v in values]),
+        "median": drawing.spread([float(np.median(v)) for v in values]),
+        "largest": drawing.spread([float(v.max()) for v in values]),
+        "rms": drawing.spread([float(np.sqrt((v**2).mean())) for v in values]),
+        "near_one": drawing.spread([float(((v > 0.5) & (v < 2)).mean()) for v in values]),
         "examples": rows,
     }
 
@@ -292,7 +286,7 @@ def draw(result: dict[str, Any]) -> Figure:
     store = drawing.of_stores(result["data"]["store"])
     figure.suptitle(
         "Singular values of d(last hidden state) / d(word embeddings), "
-        f"{drawing.many(result['data']['examples'], 'example')} of {store}"
+        f"{many(result['data']['examples'], 'example')} of {store}"
         + (" (mean ± sd over them)" if result["data"]["examples"] > 1 else ""),
         fontsize=10.5,
     )

@@ -34,6 +34,7 @@ from xformer.analysis.examples import (
 )
 from xformer.analysis.subcommand import Subcommand, publish, with_progress
 from xformer.data import style
+from xformer.data.display import many
 from xformer.data.errors import BadInput
 from xformer.tasks.task import to_device
 
@@ -144,19 +145,23 @@ def run(paths: list[str], config: PerturbationConfig) -> None:
         f"{m['name']}: " + ", ".join(f"{n['mean']:.3g} at {n['std']:g}" for n in m["noise"])
         for m in models
     )
-    line += f" (L2, {len(examples.rows)} examples, {drawing.many(config.draws, 'draw')} of noise)"
-    metrics = {m["name"]: {f"{n['std']:.0e}": n["mean"] for n in m["noise"]} for m in models}
+    line += f" (L2, {len(examples.rows)} examples, {many(config.draws, 'draw')} of noise)"
+    metrics = {m["name"]: {_key(n["std"]): n["mean"] for n in m["noise"]} for m in models}
     publish(config, result, draw, line, metrics)
+
+
+def _key(deviation: float) -> str:
+    """The name of a metric: "1e-02" for 0.01, and "0.012", which has two digits, as it is."""
+    short = f"{deviation:.0e}"
+    return short if float(short) == deviation else f"{deviation:g}"
 
 
 def _summary(deviation: float, of_draws: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
     """The distances for noise of one size, over examples and draws."""
     absolute, relative = (np.concatenate([draw[i] for draw in of_draws]) for i in (0, 1))
-    ddof = int(len(absolute) > 1)
     return {
         "std": deviation,
-        "mean": float(absolute.mean()),
-        "deviation": float(absolute.std(ddof=ddof)),
+        **drawing.spread(absolute),
         "relative": float(relative.mean()),
         "by_draw": [float(a.mean()) for a, _ in of_draws],
     }
@@ -176,21 +181,9 @@ def draw(result: dict[str, Any]) -> Figure:
         above = np.array([n["deviation"] for n in model["noise"]])
         # An error bar cannot reach 0 on a logarithmic axis.
         below = np.minimum(above, 0.9 * mean)
-        axes.bar(
-            places,
-            mean,
-            width * 0.92,
-            color=f"C{i}",
-            label=drawing.short(model["name"]),
-        )
+        axes.bar(places, mean, width * 0.92, color=f"C{i}", label=drawing.short(model["name"]))
         axes.errorbar(
-            places,
-            mean,
-            [below, above],
-            fmt="none",
-            ecolor=rcParams["text.color"],
-            lw=1,
-            capsize=3,
+            places, mean, [below, above], fmt="none", ecolor=rcParams["text.color"], lw=1, capsize=3
         )
     axes.set_yscale("log")
     style.plain_ticks(axes.yaxis)
@@ -201,7 +194,7 @@ def draw(result: dict[str, Any]) -> Figure:
         xlabel="standard deviation of the noise on every parameter",
         ylabel="L2 distance of last hidden states",
         title=f"{result['data']['examples']} examples of {store}, "
-        f"{drawing.many(result['draws'], 'draw')} of noise (mean ± sd)",
+        f"{many(result['draws'], 'draw')} of noise (mean ± sd)",
     )
     axes.legend(fontsize=8.5)
     return figure

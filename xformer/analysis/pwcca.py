@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -82,10 +82,10 @@ def pwcca(x: Any, y: Any, variant: Variant = "definition") -> float:
     match, are constant, or are not finite. Warns if there are too few samples.
     """
     x, y = _matrices(x, y)
-    measures = compare_networks(x, y)
+    pair = factor_together(iter([(x, y)]))
+    measures = _measured(pair)
     if variant == "definition":
         return measures.pwcca
-    pair = factor_together(iter([(x, y)]))
     return _as_in_google_svcca(pair) if variant == "svcca" else _as_in_anatome(pair, iter([x]))
 
 
@@ -94,11 +94,14 @@ def compare_networks(x: Any, y: Any) -> Similarity:
 
     Raises ValueError and warns as `pwcca` does.
     """
-    x, y = _matrices(x, y)
-    pair = factor_together(iter([(x, y)]))
+    return _measured(factor_together(iter([_matrices(x, y)])))
+
+
+def _measured(pair: NetworkPair) -> Similarity:
+    """All measures of a pair. Warns the caller's caller if there are too few samples."""
     measures = similarity(pair.x, pair.y, pair.inner)
     if message := too_few(measures.samples, measures.ranks):
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(message, stacklevel=3)
     return measures
 
 
@@ -260,12 +263,14 @@ def _as_in_anatome(pair: NetworkPair, chunks: Iterator[Tensor]) -> float:
 # ------------------------------------------------------------------------------ many layers
 
 
-def grid(stream: LayerStream) -> list[list[Similarity]]:
+def grid(
+    stream: LayerStream, layers: Sequence[Sequence[int]] | None = None
+) -> list[list[Similarity]]:
     """The similarity of every layer of one network with every layer of another, in two passes.
 
     `stream()` starts a pass, which yields chunks of samples: for each network, a list of layers (n,
     d). The first pass computes the basis of each layer, the second the inner products of the bases.
-    If a layer is constant, raises a ValueError that names it.
+    If a layer is constant, raises a ValueError with its number, which `layers` may give.
     """
     factors: list[list[Factor]] = []
     for chunk in stream():
@@ -276,10 +281,11 @@ def grid(stream: LayerStream) -> list[list[Similarity]]:
     bases: list[list[Basis]] = []
     for number, side in enumerate(factors):
         bases.append([])
-        for layer, factor in enumerate(side):
+        for i, factor in enumerate(side):
             try:
                 bases[-1].append(basis(*factor.result(), factor.rows)[0])
             except ValueError as error:
+                layer = layers[number][i] if layers else i
                 which = ("first", "second")[number]
                 raise ValueError(f"layer {layer} of the {which} network: {error}") from None
     inner = [
@@ -385,22 +391,22 @@ def _compare_layers(
     stream: LayerStream, chosen: list[list[int]], variant: Variant
 ) -> list[list[dict[str, Any]]]:
     """The similarity of each chosen layer of the first network with each of the second."""
+    pair = None
     if len(chosen[0]) == len(chosen[1]) == 1:
         pair = factor_together((x[0], y[0]) for x, y in stream())
         rows = [[similarity(pair.x, pair.y, pair.inner)]]
-        pairs = [[pair]]
+    elif variant != "definition":
+        raise BadInput(f"variant={variant} compares only one pair of layers: give layers=last")
     else:
-        if variant != "definition":
-            raise BadInput(f"variant={variant} compares only one pair of layers: give layers=last")
-        rows, pairs = grid(stream), []
+        rows = grid(stream, chosen)
     widest = max((s for row in rows for s in row), key=lambda s: sum(s.ranks))
     if message := too_few(widest.samples, widest.ranks):
         say(f"warning: {message}", error=True)
     shown = [[_as_json(s, whole=len(rows) == len(row) == 1) for s in row] for row in rows]
-    if variant == "svcca":
-        shown[0][0]["pwcca"] = _as_in_google_svcca(pairs[0][0])
-    elif variant == "anatome":
-        shown[0][0]["pwcca"] = _as_in_anatome(pairs[0][0], (x[0] for x, _ in stream()))
+    if pair is not None and variant == "svcca":
+        shown[0][0]["pwcca"] = _as_in_google_svcca(pair)
+    elif pair is not None and variant == "anatome":
+        shown[0][0]["pwcca"] = _as_in_anatome(pair, (x[0] for x, _ in stream()))
     return shown
 
 
@@ -483,11 +489,7 @@ def _draw_pair(result: dict[str, Any], names: list[str]) -> Any:
             label=f"{measure.upper()} {cell[measure]:.3f}",
         )
     axes.axhline(
-        cell["chance"],
-        color=style.FAINT,
-        ls=":",
-        lw=1.4,
-        label=f"chance {cell['chance']:.3f}",
+        cell["chance"], color=style.FAINT, ls=":", lw=1.4, label=f"chance {cell['chance']:.3f}"
     )
     axes.set(
         xlabel="canonical direction",

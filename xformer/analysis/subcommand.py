@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import shutil
 import sys
@@ -81,8 +82,10 @@ def parse_arguments(command: Subcommand, arguments: list[str]) -> tuple[list[str
             f"{command.name} takes {wanted} {command.path_kind}{'s' if several else ''} first, "
             f"then key=value; given: {' '.join(paths) or 'none'}"
         )
-    if command.most is None and (twice := [path for path in paths if paths.count(path) > 1]):
-        raise BadInput(f"the {command.path_kind} {twice[0]} is given twice; give each one once")
+    places = [os.path.abspath(path) for path in paths]
+    for path, place in zip(paths, places, strict=True):
+        if command.most is None and places.count(place) > 1:
+            raise BadInput(f"the {command.path_kind} {path} is given twice; give each one once")
     config = validate(command.schema, values)
     if command.directory:
         check_writable(config, command.name)

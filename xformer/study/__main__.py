@@ -25,9 +25,8 @@ from typing import Literal
 from pydantic import Field
 
 from xformer import reproduce, verify
-from xformer.analysis.drawing import many
 from xformer.config import Settings, find_recipe, load
-from xformer.data.display import duration, say
+from xformer.data.display import duration, many, say
 from xformer.data.errors import BadInput, Failure, typed
 from xformer.data.files import make_directory, read_json, write_json
 from xformer.parallel.precision import first_device, speed_note
@@ -62,10 +61,8 @@ class Execution(Settings):
     done, and each newly finished run adds its file. If you commit the directory, the results do not
     depend on the run directories."""
     jobs: int = Field(0, ge=0)
-    """How many jobs run at once. 0: `per_device` for each GPU or, without GPUs, one for each
-    core."""
-    per_device: int = Field(1, ge=1)
-    """How many runs share a GPU if jobs=0."""
+    """How many jobs run at once. 0: one for each GPU or, without GPUs, one for each core. With more
+    jobs than GPUs, several jobs share a GPU."""
     dry_run: bool = False
     """Only list the runs, how long they will take, and what is missing (also written --dry-run).
     If no run of a kind has been timed, the first steps of one are timed on this machine. All
@@ -175,7 +172,7 @@ def run_study(plan: Plan, settings: Execution, with_cost: bool = False) -> None:
     lacking = plan.missing() and not any(j.stage and not j.missing for j in plan.jobs.values())
     if lacking and not settings.dry_run:
         raise BadInput(f"{plan.study.path}: nothing can run: {'; '.join(_lacking(plan))}")
-    here = pool.local(settings.jobs, settings.per_device)
+    here = pool.local(settings.jobs)
     if settings.dry_run or with_cost:
         costs = Costs(forecast, ledger.results)
         todo, slots = to_do(plan.jobs.values(), plan.wanted, ledger.results), 1

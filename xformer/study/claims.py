@@ -1,11 +1,11 @@
 """The paper's claims: tested on our scores, and looked up in the repository's history.
 
 A claim is a paired t test over seeds. If it is registered, the report also names the commit that
-held it first: the oldest commit from which on the study file, with its bases, has held the same
-claim, the same registration and the same table to decide it. A claim that is not committed, or is
-younger than the first result of its table's stages, is exploratory. The settings of the runs
-(stages, what is made, levels, recipes) are looked up in the same way, since they too could be
-changed once results are known.
+held it first. That is the oldest commit since which the study file, with its bases, has always held
+the same claim, registration and deciding table. A claim that is not committed, or is younger than
+the first result of its table's stages, is exploratory. The settings of the runs (stages, what is
+made, levels, recipes) are looked up in the same way, since they too could be changed once results
+are known.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ def paired_test(a: Sequence[float], b: Sequence[float], margin: float = 0.0) -> 
 
 
 def tied_test(a: Sequence[float], b: Sequence[float], margin: float) -> Difference:
-    """The test of "a and b tie within ± margin". Means of differences inside the margins can show a
-    tie, by two one-sided tests. Those outside can refute it, by the t test against the nearer
-    margin."""
+    """The test of "a and b tie within ± margin". If the mean difference lies inside the margins,
+    two one-sided tests can show a tie. If it lies outside, a t test against the nearer margin can
+    refute it."""
     mean = statistics.mean(x - y for x, y in zip(a, b, strict=True))
     difference = paired_test(a, b, math.copysign(margin, mean))
     if difference.p is None or abs(mean) >= margin:
@@ -152,8 +152,8 @@ class Verdict:
 
     @property
     def early(self) -> bool:
-        """Whether scores are missing that the registration asks for. A test before that would be
-        one that nobody planned."""
+        """Whether scores are missing that the registration asks for. Testing without them would be
+        a test that nobody planned."""
         return bool(self.parts) and self.scored < self.seeds
 
     @property
@@ -192,6 +192,8 @@ class Verdict:
         if self.early:
             return f"{self.seeds}, as registered"
         open_parts = [d for _, d, p in self.parts if p is None or p > 1 - LEVEL]
+        if not open_parts:  # a level of `each` has no scores yet
+            return ""
         numbers = [d.needed(self.margin, self.claim.tie) for d in open_parts]
         known = [number for number in numbers if number is not None]
         if len(known) < len(numbers) or not known:
@@ -246,13 +248,12 @@ def _verdict(results: Results, claim: Claim, table: ScoreTable) -> Verdict:
         if shared := [seed for seed in a if seed in b]:
             pairs = [a[seed] for seed in shared], [b[seed] for seed in shared]
             differences[level] = test(*pairs, margin)
-    ps = [difference.p for difference in differences.values() if difference.p is not None]
-    adjusted = iter(holm(ps))
-    looks = _looks(results.study)
-    parts = []
-    for level, difference in differences.items():
-        p = None if difference.p is None else min(1.0, looks * next(adjusted))
-        parts.append((level, replace(difference, tests=len(ps) * looks), p))
+    ps, looks = [difference.p for difference in differences.values()], _looks(results.study)
+    tests = looks * sum(p is not None for p in ps)
+    parts = [
+        (level, replace(difference, tests=tests), p)
+        for (level, difference), p in zip(differences.items(), _adjusted(ps, looks), strict=True)
+    ]
     learnt, registration = _learnt(results, claim, table), results.study.registration
     seeds = registration.seeds[SEED] if registration is not None else 0
     return Verdict(claim, table, levels, tuple(parts), learnt=learnt, seeds=seeds)
@@ -261,9 +262,15 @@ def _verdict(results: Results, claim: Claim, table: ScoreTable) -> Verdict:
 def _over_study(verdicts: Sequence[Verdict], looks: int) -> list[Verdict]:
     """The verdicts, each with the p-values that are Holm-adjusted over all tests of the study."""
     ps = [difference.p for verdict in verdicts for _, difference, _ in verdict.parts]
-    adjusted = iter(holm([p for p in ps if p is not None]))
-    every = iter([None if p is None else min(1.0, looks * next(adjusted)) for p in ps])
+    every = iter(_adjusted(ps, looks))
     return [replace(one, overall=tuple(next(every) for _ in one.parts)) for one in verdicts]
+
+
+def _adjusted(ps: Sequence[float | None], looks: int) -> list[float | None]:
+    """The p-values corrected for the number of tests (Holm) and of looks. Those that are missing
+    stay missing, and do not count."""
+    adjusted = iter(holm([p for p in ps if p is not None]))
+    return [None if p is None else min(1.0, looks * next(adjusted)) for p in ps]
 
 
 def published_difference(results: Results, verdict: Verdict, level: str) -> float | None:

@@ -275,7 +275,7 @@ class Forecast:
                     self._check(job)
 
     def _check_splits(self, table: ScoreTable) -> None:
-        for job, _, metric in self.plan.shown_in(table):
+        for job, metric in self.plan.shown_in(table):
             known = self.splits(self.recipe(job).data)
             for split in table.split_of(metric).split("+"):
                 if known and split not in known:
@@ -310,8 +310,8 @@ class Forecast:
                 self._check_analysis(settings)
 
     def _check_dropout(self, job: Job) -> None:
-        """Raise BadInput if a run is there, and has another dropout than the study asks for. Runs
-        that start from it have the same keys as before, so they are not to be used either."""
+        """Raise BadInput if an existing run was made with a dropout other than the study's.
+        Finished runs are checked too, because the runs that start from them keep their keys."""
         if job.recipe is None or not self.recipe(job).init or not (wanted := self.start(job)):
             return
         had = known_dropout(job.path)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from xformer.analysis import drawing
 from xformer.data import style
-from xformer.study.claims import verdicts
+from xformer.study.claims import Verdict
+from xformer.study.forecast import listed
 from xformer.study.results import Cell, Panel, Results
 from xformer.study.spec import METRIC, Headline, ScoreTable
 from xformer.study.statistics import LEVEL
 
-NAME = "headline"  # of the files, without ending
 BAR = {"capsize": 4, "lw": 2.2, "ms": 8, "zorder": 3}  # how means and intervals look
 
 
@@ -41,14 +42,18 @@ def draw(results: Results, headline: Headline) -> Any:
 
 def _curve(axes: Any, panels: list[Panel], title: str) -> None:
     """The curves of training as lines, and those of validation as dots."""
+    names = list(dict.fromkeys((panel.name, line.name) for panel in panels for line in panel.lines))
+    values = dict.fromkeys(panel.value.removeprefix("validation ") for panel in panels)
     for panel in panels:
         validation = panel.value.startswith("validation")
         look = {"ls": "none", "marker": "o", "ms": 5, "zorder": 3} if validation else {"lw": 1.4}
-        for number, line in enumerate(panel.lines):
-            label = "validation" if validation else "training"
-            colour = "C1" if validation else f"C{2 * number}"
+        for line in panel.lines:
+            own = (panel.name, line.name)
+            words = ("validation" if validation else "training", *(own if len(names) > 1 else ()))
+            label = drawing.plain(" ".join(filter(None, words)))
+            colour = f"C{2 * names.index(own) + validation}"
             axes.plot(line.x, line.mean, color=colour, label=label, **look)
-    axes.set(xlabel="step", ylabel=f"{panels[0].value} (nats)")
+    axes.set(xlabel="step", ylabel=" and ".join(values))
     axes.set_title(title)
     axes.legend()
 
@@ -82,9 +87,9 @@ def _dots(axes: Any, shown: list[tuple[str, Cell]], table: ScoreTable) -> None:
     axes.set_yticks(range(len(shown)), [label for label, _ in reversed(shown)], fontsize=11)
     axes.set_ylim(-0.6, len(shown) - 0.3)
     axes.grid(axis="y", visible=False)
-    runs = len(shown[0][1].sample.scores) if shown and shown[0][1].sample else 0
+    seeds = listed(len(cell.sample.scores) for _, cell in shown if cell.sample is not None)
     unit = ", %" if table.percent else ""
-    what = f"dots: {runs} seeds; diamonds: their mean and its {LEVEL:.0%} interval"
+    what = f"dots: {seeds} seeds; diamonds: their mean and its {LEVEL:.0%} interval"
     axes.set_xlabel(f"{_metric(table)}{unit}   ({what})")
 
 
@@ -98,7 +103,7 @@ def _metric(table: ScoreTable) -> str:
     return f"{name} on {table.split_of(whole)}"
 
 
-def lines(results: Results, headline: Headline) -> Iterator[str]:
+def lines(results: Results, headline: Headline, verdicts: Sequence[Verdict]) -> Iterator[str]:
     """The headline as text: a line for each row of the table and one for each claim."""
     table = results.study.table(headline.table)
     yield f"{headline.title} {_metric(table)}, mean and {LEVEL:.0%} interval:"
@@ -110,8 +115,7 @@ def lines(results: Results, headline: Headline) -> Iterator[str]:
         seeds = "one seed" if len(scores) == 1 else f"{len(scores)} seeds"
         numbers = f"{cell.sample.mean:5.{d}f}  ({ends}; {seeds})"
         yield f"  {' '.join(label.split()):<44} {numbers}"
-    every = verdicts(results)
-    if every:
+    if verdicts:
         yield "Claims of the study, by paired t tests over seeds:"
-    for verdict in every:
+    for verdict in verdicts:
         yield f"  {verdict.state:<10} {verdict.claim.text}: {verdict.evidence()}"

@@ -18,7 +18,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from glob import has_magic
@@ -132,7 +132,7 @@ class Plan:
         self.paths = {name: paths.get(name, need.path) for name, need in study.needs.items()}
         self.jobs: dict[str, Job] = {}
         self.wanted: set[str] = set()
-        # runs that have one key, although only one of them types a dropout that is the default
+        # pairs of runs with one key, of which only one types a dropout, and that is the default
         self.twins: list[tuple[Job, Job]] = []
         self.absent: dict[str, Path] = {}  # the first path that is missing below a need
         self.digests = Digests(root / "digests.json")
@@ -195,16 +195,16 @@ class Plan:
         every = self._staged.get(stage, {}).values()
         return [job for job in every if (at or {}).items() <= job.levels.items()]
 
-    def shown_in(self, table: ScoreTable) -> Iterator[tuple[Job, dict[str, Any], str]]:
-        """The runs of a table that have a recipe, with their recipes, and the metrics that it reads
-        of each. What a command leaves in its result is not known."""
+    def shown_in(self, table: ScoreTable) -> Iterator[tuple[Job, str]]:
+        """The runs of a table that have a recipe, with the metrics that it reads of each. What a
+        command leaves in its result is not known."""
         less = self.study.factors(table.minus) if table.minus else {}
         where = {factor: level for factor, level in table.where.items() if factor in less}
         for job in (*self.runs(table.stage, table.where), *self.runs(table.minus, where)):
             column = job.levels.get(table.columns)
             for metric in table.metrics if column is None else [table.metric_of(column)]:
                 if job.recipe is not None:
-                    yield job, job.recipe, metric
+                    yield job, metric
 
     def mixed(self) -> list[str]:
         """A line for each stage whose runs differ in a precision that nobody chose."""
@@ -237,7 +237,7 @@ class Plan:
 
     def _check_metric(self, table: ScoreTable) -> None:
         """Refuse a metric that the runs of a table will not have."""
-        for job, _, metric in self.shown_in(table):
+        for job, metric in self.shown_in(table):
             if table.split_of(metric) != "train":
                 _check_scores(f"table {table.name}", job, metric.rpartition(".")[2])
 
@@ -272,8 +272,8 @@ class Plan:
             )
 
     def _check_run(self, job: Job) -> None:
-        """Refuse a run that lies in the place of another: one in another precision (precision did
-        not always belong to the key), or one that was copied from another key."""
+        """Refuse a run whose directory holds another run: one copied from another key, or one in
+        another precision, which was not always part of the key."""
         config = job.path / "config.json"
         if job.recipe is None or not config.is_file():
             return
@@ -310,13 +310,13 @@ class Plan:
         settings = self.study.settings(name, levels)
         if stage.command:
             parts = with_settings(stage.command, settings)
-            with within(label):
+            with self._once(f"stages.{name}"), within(label):
                 return self._command(parts, inputs, "runs/", stage.result, name)
         if stage.recipe not in self._recipes:
             place = find_recipe(stage.recipe, self.study.path.parent)
             self._recipes[stage.recipe] = read_recipe(place)
         raw = merge(self._recipes[stage.recipe], settings)
-        with within(label):
+        with self._once(f"stages.{name}"), within(label):
             by_key = self._by_content(self._filled(raw, inputs, True), inputs)
             precision, key = self._settled(by_key, stage.processes)
         if by_key.get("system", {}).get("precision", "auto") == "auto":
@@ -384,21 +384,27 @@ class Plan:
             return self._made_at[place]
         if name not in self.study.made:
             raise BadInput(f"there is no made.{name}{nearest(name, list(self.study.made))}")
-        if name in self._making:
-            raise BadInput(f"made.{name} is made from itself")
         made = self.study.made[name]
         if bool(made.same) == bool(made.command) or (made.command and "{out}" not in made.command):
             raise BadInput(
                 f"made.{name} needs either `same`, or a command with {{out}} as a word of its own"
             )
-        self._making.append(name)
-        try:
+        with self._once(f"made.{name}"):
             if made.same:
                 job = self._made(made.same, levels)
             else:
                 inputs = _Inputs(f"made.{name}", levels)
                 job = self._command(made.command, inputs, f"made/{name}-")
-            return self._made_at.setdefault(place, job)
+        return self._made_at.setdefault(place, job)
+
+    @contextmanager
+    def _once(self, name: str) -> Iterator[None]:
+        """Refuse to plan something while it is being planned, because it needs itself."""
+        if name in self._making:
+            raise BadInput(f"{name} is made from itself")
+        self._making.append(name)
+        try:
+            yield
         finally:
             self._making.remove(name)
 
@@ -451,6 +457,8 @@ class Plan:
 
     def _waited_for(self, stage: str, levels: Levels) -> Job:
         """The run of a stage that another run waits for, at that one's levels."""
+        if stage not in self.study.stages:  # its name may depend on a level
+            raise BadInput(f"there is no stage {stage!r}{nearest(stage, list(self.study.stages))}")
         for factor, known in self.study.factors(stage).items():
             if factor not in levels:
                 raise BadInput(f"{{stage.{stage}}} varies by {factor}, which this stage does not")
@@ -460,6 +468,8 @@ class Plan:
 
     def _need(self, name: str, below: str, place: str, by_key: bool, inputs: _Inputs) -> str:
         """The path of what lies `below` a need, or its digest."""
+        if name not in self.paths:  # its name may depend on a level
+            raise BadInput(f"there is no need {name!r}{nearest(name, list(self.paths))}")
         given, parts = self.paths[name], below.split("/")
         plain = [*takewhile(lambda part: not has_magic(part), parts)]
         # for a glob, the directory that holds its files

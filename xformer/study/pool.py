@@ -138,16 +138,16 @@ class Local:
         return process
 
 
-def local(jobs: int, per_device: int) -> Local:
-    """The executor of this machine: `per_device` runs on each GPU, else a run on each core;
-    `jobs` above 0 says how many runs at once."""
+def local(jobs: int) -> Local:
+    """The executor of this machine. It runs this many jobs at once; with 0 one on each GPU or,
+    without GPUs, one on each core."""
     import torch
 
     cores = len(os.sched_getaffinity(0))
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-        slots = jobs or count * per_device
+        slots = jobs or count
         return Local(slots, max(1, cores // slots), tuple(visible.split(",")[:count]))
     slots = jobs or cores  # one thread a run: two runs side by side beat two threads of one
     return Local(slots, max(1, cores // slots))

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-from xformer.analysis.drawing import plus_minus
 from xformer.config import toml_text
 from xformer.data import style
+from xformer.data.display import plus_minus
 from xformer.data.errors import typed
 from xformer.data.files import make_directory, read_json, write_text
 from xformer.study import dotplot, headline
@@ -149,6 +149,7 @@ class Report:
     paper: str
     notes: Sequence[str]
     sections: Sequence[Section]
+    verdicts: Sequence[Verdict]
     claims: Sequence[dict[str, Any]]  # a record of each part of each claim
     failed: Sequence[Outcome]
     waiting: dict[str, int]  # why jobs were not run, and how many
@@ -187,6 +188,7 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
         study.paper,
         (*map(typed, notes.notes), *(f"{line}." for line in plan.mixed())),
         sections,
+        every,
         records,
         [outcome for outcome in outcomes.values() if outcome.state == "failed"],
         dict(waiting),
@@ -210,26 +212,31 @@ def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     for ending in ("html", "md"):
         text = render(report, ending)
         (directory / f"report.{ending}").write_text(text, encoding="utf-8")
-    if results.study.headline is None:
+    shown = results.study.headline
+    if shown is None:
         return text
     with style.colours(style.LIGHT):
-        drawn = headline.draw(results, results.study.headline)
-        style.write(drawn, directory / f"{headline.NAME}.png")
-    return "\n".join(headline.lines(results, results.study.headline))
+        style.write(headline.draw(results, shown), directory / f"{shown.name}.png")
+    return "\n".join(headline.lines(results, shown, report.verdicts))
 
 
 def _keep(report: Report, kept: Path | None, directory: Path) -> None:
     """Write the numbers of the claims with their sources into the directory of the report. Copy
-    them and results.csv to the kept results if there are any."""
+    them and results.csv to the kept results if there are any. A report without numbers of claims
+    removes those of an earlier report."""
     if report.claims:
         text = ",\n".join(map(json.dumps, report.claims))
         write_text(directory / CLAIMS, f'{{"claims": [\n{text}\n]}}\n')
+    else:
+        (directory / CLAIMS).unlink(missing_ok=True)
     if kept is not None:
         make_directory(kept, "kept=")
         for name in ("results.csv", CLAIMS):
+            copy = kept / f"{directory.name}.{name}"
             if (directory / name).is_file():
-                text = (directory / name).read_text("utf-8")
-                write_text(kept / f"{directory.name}.{name}", text)
+                write_text(copy, (directory / name).read_text("utf-8"))
+            else:
+                copy.unlink(missing_ok=True)
 
 
 def render(report: Report, ending: str) -> str:
@@ -252,8 +259,8 @@ def _headline(results: Results) -> Iterator[Section]:
     shown = results.study.headline
     if shown is not None and headline.rows(results, shown):
         with style.colours(style.BOTH):
-            svg = style.svg(headline.draw(results, shown), headline.NAME)
-        yield Section("In one picture", figure=Drawing(f"{headline.NAME}.svg", svg))
+            svg = style.svg(headline.draw(results, shown), shown.name)
+        yield Section("In one picture", figure=Drawing(f"{shown.name}.svg", svg))
 
 
 def _claims(
@@ -463,17 +470,23 @@ def _settings(results: Results, stage: str, notes: Notes) -> Iterator[Section]:
         [Entry(row[0].row), *(Entry(_interval(c, digits), "", c.value, _link(c)) for c in row)]
         for row in cells
     ]
+    if along := _numeric_factor(results.study, stage):
+        figure = _along(results.study, table, along, cells)
+    else:
+        figure = _side_by_side(table, cells)
+    grid = Grid(["settings", *(cell.column for cell in cells[0])], rows)
+    yield Section(table.title, about, figure, grid=grid, scores=_scores(cells, digits))
+
+
+def _side_by_side(table: ScoreTable, cells: list[list[Cell]]) -> Drawing:
+    """The figure of a sweep: the scores of the best settings, a colour for each split."""
     drawn = [row for row in cells if row[0].sample is not None][:SHOWN]
     names = [row[0].row.replace(", ", "\n") for row in drawn]
     columns = [list(column) for column in zip(*drawn, strict=True)]
     columns = [[replace(cell, row=cell.column) for cell in column] for column in columns]
     caption = "Bars show ± one standard deviation of three seeds or more."
     caption += f" Only the best {SHOWN} settings are drawn." if len(drawn) < len(cells) else ""
-    figure = Drawing(f"{stage}.svg", table_figure(table, columns, names), caption=caption)
-    if along := _numeric_factor(results.study, stage):
-        figure = _along(results.study, table, along, cells)
-    grid = Grid(["settings", *(cell.column for cell in cells[0])], rows)
-    yield Section(table.title, about, figure, grid=grid, scores=_scores(cells, digits))
+    return Drawing(f"{table.stage}.svg", table_figure(table, columns, names), caption=caption)
 
 
 def _numeric_factor(study: Study, stage: str) -> str:
@@ -665,11 +678,7 @@ def _deviations(notes: Notes, shown: Shown) -> Grid | None:
 
 
 def _run(
-    job: Job,
-    results: Results,
-    outcomes: dict[str, Outcome],
-    directory: Path,
-    again: dict[str, str],
+    job: Job, results: Results, outcomes: dict[str, Outcome], directory: Path, again: dict[str, str]
 ) -> RunEntry:
     metrics = results.metrics.get(job.key, {})
     named = 2 if job.command[0] == "-m" else 1  # the words that name the program
@@ -696,10 +705,7 @@ def _run(
 
 
 def table_figure(
-    table: ScoreTable,
-    cells: Sequence[Sequence[Cell]],
-    names: Sequence[str],
-    joined: bool = False,
+    table: ScoreTable, cells: Sequence[Sequence[Cell]], names: Sequence[str], joined: bool = False
 ) -> str:
     """An SVG of a table: a group for each column, labelled by `names`, and a colour for each row.
     Every score is a point beside the mean, which has the standard deviation of three scores or

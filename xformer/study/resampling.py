@@ -1,4 +1,4 @@
-"""What kept predictions say beside a study's tests: multi-bootstraps, and where variance is from.
+"""What kept predictions add to a study's tests: multi-bootstraps, and the sources of variance.
 
 A cell or a claim is a weighted sum of the scores of runs. `Shares` finds the weights, so that the
 sum can be computed from other numbers too: here from scores under resampled test examples, and in
@@ -7,6 +7,7 @@ docs/verify.py from scores that are computed again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,9 @@ from zlib import crc32
 import numpy as np
 
 from xformer.config import flat
-from xformer.data.files import read_run_json
 from xformer.predictions import FOLDER, read
 from xformer.study.claims import Verdict, published_difference, sides
-from xformer.study.plan import Job, Plan
+from xformer.study.plan import Job
 from xformer.study.results import Replicate, Results, mean_of
 from xformer.study.spec import SEED, Levels, ScoreTable, Study
 from xformer.study.statistics import (
@@ -57,7 +57,8 @@ class Shares(Results):
     """A study's tables with a vector in place of each score: the share of each source in it."""
 
     def __init__(self, results: Results):
-        self.study, self.plan, self.metrics = results.study, results.plan, results.metrics
+        self.study, self.plan = results.study, results.plan
+        self.metrics, self.seconds = results.metrics, results.seconds
         self._examples = results._examples
         self.sources = [
             Source(self.plan.jobs[key], split, metric)
@@ -82,14 +83,6 @@ class Shares(Results):
         """The shares of the differences between two sides of a claim, by seed."""
         ours, theirs = self.replicates(table, a), self.replicates(table, b)
         return {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
-
-    def of_cell(self, table: ScoreTable, row: str, columns: Sequence[str]) -> list[np.ndarray]:
-        """The shares of the mean of some columns, for each seed that has them all."""
-        every = [
-            self.replicates(table, {table.rows: row, table.columns: column}) for column in columns
-        ]
-        seeds = [seed for seed in every[0] if all(seed in one for one in every)]
-        return [np.mean([one[seed] for one in every], axis=0) for seed in seeds]
 
     def bootstrap(self, seeds: Sequence[np.ndarray], margin: float = 0.0) -> Bootstrap | str:
         """The multi-bootstrap of the mean over seeds of some sums, or why there is none."""
@@ -138,7 +131,7 @@ def claim_records(shares: Shares, every: Sequence[Verdict]) -> list[dict[str, An
         levels = [level for level, *_ in verdict.parts]
         pairs = [shares.pairs(verdict.table, *sides(verdict.claim, level)) for level in levels]
         terms = [[shares.terms(pair) for pair in of_part.values()] for of_part in pairs]
-        hours = _hours(shares.plan, {key for part in terms for pair in part for _, key, *_ in pair})
+        hours = _hours(shares, {key for part in terms for pair in part for _, key, *_ in pair})
         for (level, difference, _), of_part in zip(verdict.parts, terms, strict=True):
             records.append(
                 {
@@ -161,16 +154,15 @@ def claim_records(shares: Shares, every: Sequence[Verdict]) -> list[dict[str, An
     return records
 
 
-def _hours(plan: Plan, keys: set[str]) -> float:
+def _hours(results: Results, keys: set[str]) -> float:
     """How long some runs took, and the runs that they started from."""
-    left, every = list(keys), dict[str, Job]()
+    left, every = list(keys), dict[str, None]()
     while left:
-        job = plan.jobs[left.pop()]
-        if job.key not in every:
-            every[job.key] = job
-            left += job.waits
-    results = [read_run_json(job.proof) for job in every.values() if job.stage and job.done]
-    return sum(float(r.get("seconds", 0)) for r in results if isinstance(r, dict)) / 3600
+        key = left.pop()
+        if key not in every:
+            every[key] = None
+            left += results.plan.jobs[key].waits
+    return math.fsum(results.seconds.get(key, 0.0) for key in every) / 3600  # in any order
 
 
 # ------------------------------------------------------------------------- where variance is from

@@ -23,7 +23,7 @@ from scipy import stats
 
 from xformer import checkpoint as checkpoints
 from xformer import provenance
-from xformer.analysis.curves import CurvesConfig, average
+from xformer.analysis.curves import average
 from xformer.config import flat, read_recipe
 from xformer.data.errors import BadInput
 from xformer.data.files import (
@@ -205,11 +205,13 @@ class Results:
         self._examples: dict[Path, int] = {}  # by file of predictions
         tables = self.study.tables
         with_log = any(t.split_of(metric) == "train" for t in tables for metric in t.metrics)
-        self.metrics = {
-            job.key: _read_metrics(job, with_log)
-            for job in plan.jobs.values()
-            if job.stage and job.done
-        }
+        self.metrics: dict[str, Metrics] = {}  # by key
+        self.seconds: dict[str, float] = {}  # that a run took, by key, as far as known
+        for job in plan.jobs.values():
+            if job.stage and job.done:
+                self.metrics[job.key], seconds = _read_result(job, with_log)
+                if isinstance(seconds, int | float):
+                    self.seconds[job.key] = seconds
 
     def scores(self, table: ScoreTable, wanted: Levels) -> Iterator[Score]:
         """The scores of a table at these levels, in the order of its runs. A `wanted`
@@ -250,8 +252,8 @@ class Results:
         return mean_of(scores) * table.scale
 
     def _error(self, job: Job, table: ScoreTable, column: str, chance: float) -> float:
-        """By how much the score of a run at chance may exceed it: by rounding, and an accuracy by
-        1.64 of its standard errors, if the predictions are there."""
+        """How far above chance a score still counts as at chance: by rounding, or for an accuracy
+        by 1.64 standard errors if its predictions are kept."""
         whole = table.metric_of(column)
         path = job.path / FOLDER / f"{table.split_of(whole)}.npz"
         if whole.rpartition(".")[2] != "accuracy" or not path.is_file():
@@ -284,6 +286,14 @@ class Results:
         whole = {k: [v for v in values if v is not None] for k, values in groups.items()}
         return {k: mean_of(values) for k, values in whole.items() if len(values) == len(groups[k])}
 
+    def of_cell(self, table: ScoreTable, row: str, columns: Sequence[str]) -> list[Any]:
+        """The means of some columns, for each replicate that has them all."""
+        first, *others = (
+            self.replicates(table, {table.rows: row, table.columns: column}) for column in columns
+        )
+        keys = [key for key in first if all(key in other for other in others)]
+        return [mean_of([one[key] for one in (first, *others)]) for key in keys]
+
     def means(self, table: ScoreTable) -> dict[str, tuple[str, ...]]:
         """The columns that each mean of columns has at this scale."""
         columns = self.study.columns(table)
@@ -300,11 +310,9 @@ class Results:
 
     def _cell(self, table: ScoreTable, row: str, name: str, parts: tuple[str, ...]) -> Cell:
         """A column, or the mean of some columns for each replicate that has them all."""
-        wanted = {part: {table.rows: row, table.columns: part} for part in parts}
-        first, *others = (self.replicates(table, levels) for levels in wanted.values())
-        keys = [key for key in first if all(key in other for other in others)]
-        means = [mean(one[key] for one in (first, *others)) for key in keys]
-        every = [score for levels in wanted.values() for score in self.scores(table, levels)]
+        means = self.of_cell(table, row, parts)
+        wanted = [{table.rows: row, table.columns: part} for part in parts]
+        every = [score for levels in wanted for score in self.scores(table, levels)]
         scores = [score for score in every if score.value is not None]
         is_mean = name in table.means
         whole = not is_mean or len(parts) == len(table.means[name])
@@ -417,15 +425,15 @@ class Results:
 def mean_line(name: str, runs: Sequence[Job], event: str, value: str) -> Line | None:
     """The line of some runs; None if there is no run, no log, or no such number in it."""
     try:
-        curve = average([str(job.path) for job in runs], event, value, CurvesConfig(out="-"))
+        curve = average([str(job.path) for job in runs], event, value)
     except (BadInput, OSError, LookupError, TypeError, ValueError, RecursionError):
         return None
     return Line(name, len(runs), curve["x"], curve["mean"], curve["deviation"])
 
 
-def _read_metrics(job: Job, with_log: bool) -> Metrics:
+def _read_result(job: Job, with_log: bool) -> tuple[Metrics, Any]:
     """The scores of a finished job, with the last training line of its log as a split `train` if
-    asked."""
+    asked; and how long it took."""
     content = read_run_json(job.proof)
     metrics = content.get("metrics") if isinstance(content, dict) else None
     if metrics is not None and "split" in content:  # evaluate.py scores one split
@@ -443,7 +451,7 @@ def _read_metrics(job: Job, with_log: bool) -> Metrics:
                     f"{job.proof}: {split}.{metric} of {job.name} is {value}, which no table "
                     "can hold; find out why, then delete its directory to run it again"
                 )
-    return metrics
+    return metrics, content.get("seconds")
 
 
 def _are_scores(scores: Any) -> bool:
@@ -475,7 +483,7 @@ def _csv_rows(results: Results, outcomes: dict[str, Outcome]) -> Iterator[dict[s
         common |= {"state": state, **job.levels}
         metrics = results.metrics.get(job.key, {})
         if metrics:
-            common["seconds"] = read_run_json(job.proof).get("seconds", "")
+            common["seconds"] = results.seconds.get(job.key, "")
         scores: list[tuple[str, str, float | str]]
         scores = [(s, m, v) for s, values in metrics.items() for m, v in values.items()]
         for split, metric, value in scores or [("", "", "")]:
@@ -583,7 +591,7 @@ class Ledger:
         paths = [job.proof]
         if job.recipe is not None:
             paths += [job.path / name for name in OF_A_RUN]
-            paths += (job.path / "predictions").rglob("*")
+            paths += (job.path / FOLDER).rglob("*")
         for picture in self.plan.study.pictures:
             if picture.stage == job.stage:
                 shown = job.path / picture.file

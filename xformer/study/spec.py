@@ -257,6 +257,7 @@ class Headline(Settings):
     """The picture at the top of the report, made of one table and, beside it, some curves. It is
     also a file of its own, and the study prints it as text when it ends."""
 
+    name: ClassVar[str] = "headline"  # of its files, without ending
     # The question that the table answers.
     title: str
     # Name of the table: every score of its first column is a dot.
@@ -285,15 +286,14 @@ class Claim(Settings):
 
 
 class Registration(Settings):
-    """How the claims are tested, written down before the first run. The report shows the commit
-    that holds each claim; a claim that is younger than the first result is exploratory."""
+    """How the claims are tested, written down before the first run: by Student's two-sided test of
+    differences that are paired by the factor `seed`, or two one-sided tests for a tie. Scores are
+    first averaged over everything else. The report shows the commit that holds each claim; a claim
+    that is younger than the first result is exploratory."""
 
     # The minimum number of levels of each random factor, for each side of a claim: seeds.seed = 5
     # pre-trainings, seeds.draw = 2 fine-tunings of each.
     seeds: dict[str, int]
-    # Student's two-sided test of differences that are paired by the factor `seed`; of a tie, two
-    # one-sided tests. Scores are first averaged over everything else.
-    test: Literal["paired t over seed"] = "paired t over seed"
     # What a level of `seed` is, such as "a pre-training". The claims are about these.
     unit: str = Field(min_length=1)
     # The one extension that is planned, and when it is made; or "none". With an extension every p
@@ -308,7 +308,8 @@ class Registration(Settings):
     def words(self) -> str:
         """All of it in a line."""
         twice = " (so every p is doubled)" if self.looks == 2 else ""
-        return f"{self.test}; a seed is {self.unit}; planned extension: {self.extension}{twice}"
+        unit = f"paired t over seed; a seed is {self.unit}"
+        return f"{unit}; planned extension: {self.extension}{twice}"
 
 
 class Deviation(Settings):
@@ -585,6 +586,7 @@ def _bad_file_names(study: Study) -> Iterator[str]:
     written = [f"{one.name}.svg" for one in (*study.curves, *study.pictures)]
     written += [f"table-{table.name}.svg" for table in study.tables]
     written += [f"claim-{number}.svg" for number, _ in enumerate(study.claims, start=1)]
+    written += [f"{study.headline.name}.svg"] if study.headline else []
     if (twice := _twice(written)) and not any(map(_twice, names.values())):
         yield f"two figures of the report are written to {twice!r}; give one another name"
     files = {f"stages.{name}: result": stage.result for name, stage in study.stages.items()}
@@ -598,6 +600,11 @@ def _bad_stage(study: Study, name: str) -> Iterator[str]:
     stage, owner = study.stages[name], dict[str, str]()
     if bool(stage.recipe) == bool(stage.command):
         yield "give either a recipe or a command"
+    for some in stage.without:
+        for factor, level in some.items():
+            known = map(str, stage.vary.get(factor, [level]))
+            lines = [*_unknown([factor], stage.vary), *_unknown([level], [*known])]
+            yield from (f"without: {line}" for line in lines)
     factors, moved = study.factors(name), [stage.settings]
     for factor, levels in factors.items():
         if not levels and name in study.shown_stages():
@@ -649,12 +656,17 @@ def _bad_shown(study: Study, shown: Shown) -> Iterator[str]:
     yield from lines
     if isinstance(shown, ScoreTable) and not lines:
         yield from _bad_table(study, shown)
+    if isinstance(shown, Curves) and isinstance(shown.validation, dict) and not lines:
+        panels = [*map(str, study.stages[shown.stage].vary[shown.panels])]
+        yield from (f"validation: {line}" for line in _unknown(shown.validation, panels))
 
 
 def _bad_table(study: Study, table: ScoreTable) -> Iterator[str]:
     stage = study.stages[table.stage]
     every = set(map(str, stage.vary.get(table.columns, table.metric)))
     yield from (f"chance: {line}" for line in _unknown(table.chance, every))
+    for name, columns in table.means.items():
+        yield from (f"means.{name}: {line}" for line in _unknown(columns, every))
     for column, chance in table.chance.items():
         if table.percent and abs(chance) >= 1:
             fraction = f"{chance:g} points are {chance / 100:g}"
@@ -700,8 +712,8 @@ def _bad_claim(study: Study, claim: Claim) -> Iterator[str]:
     for factor, level in (pair for side in sides for pair in side.items()):
         lines += _unknown([level], levels.get(factor, (level,)))
     needed = study.registration.seeds if study.registration is not None else {}
-    if needed:
-        lines += (f"registration: {line}" for line in _unknown([SEED], needed))
+    if study.registration is not None:
+        lines += (f"registration.seeds: {line}" for line in _unknown([SEED], needed))
     factors = study.factors(table.stage)
     lines += (f"registration.seeds.{f}: {line}" for f in needed for line in _unknown([f], factors))
     yield from lines

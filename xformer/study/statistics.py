@@ -128,8 +128,9 @@ def interval(drawn: np.ndarray) -> tuple[float, float]:
 
 
 def two_sided(drawn: np.ndarray, margin: float = 0.0) -> float:
-    """The two-sided p of "the mean is margin", from resampled means (B,): twice the share of those
-    on the far side, where one more is counted, since no share of B resamples proves p = 0."""
+    """The two-sided p of "the mean is margin", from resampled means (B,). Twice the share of means
+    on the far side of the margin. One is added to the count, because B resamples cannot show that
+    p = 0."""
     fewest = min((drawn <= margin).sum(), (drawn >= margin).sum())
     return float(min(1.0, 2 * (fewest + 1) / (len(drawn) + 1)))
 

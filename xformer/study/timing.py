@@ -16,9 +16,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from xformer.analysis.drawing import many
 from xformer.config import merge
-from xformer.data.display import say
+from xformer.data.display import many, say
 from xformer.data.errors import BadInput
 from xformer.data.files import make_directory, read_json, write_json
 from xformer.monitor import events
