@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from xformer.parallel.compiled import GRAPHS, compile_parts
 from xformer.parallel.feed import Feed
 from xformer.parallel.processes import Ranks
 from xformer.parallel.replicas import Replicas
+from xformer.prepare import Setup
 from xformer.recipe import Recipe
 from xformer.run import State
 from xformer.tasks.task import Model
@@ -55,7 +57,9 @@ class Session:
     """The part of a session that the loop needs. Nothing is ever due: no log, no checkpoint."""
 
     def __init__(self, recipe: Recipe, ranks: Ranks, steps: int):
-        self.setup = SimpleNamespace(recipe=recipe, ranks=ranks)
+        setup: Any = SimpleNamespace(recipe=recipe, ranks=ranks)
+        setup.seed_dropout = partial(Setup.seed_dropout, setup)
+        self.setup = setup
         self.state, self.steps, self.told = State(), steps, 0.0
         self.snapshot = SimpleNamespace(before_change=lambda: None)
         self.monitor = None  # used only at numerical trouble, which is an error here

@@ -101,6 +101,17 @@ def model_of(name: str = "mlm, fp32") -> Model:
     return CASES[name].trainer("cpu").model.model
 
 
+@pytest.mark.parametrize("name", ["mlm, fp32", "classify, fp32"])
+def test_the_loop_of_the_benchmarks_takes_steps(name: str) -> None:
+    """On the CPU, and without the files of a run."""
+    case = CASES[name]
+    trainer = case.trainer("cpu")
+    before = [weight.detach().clone() for weight in trainer.model.model.parameters()]
+    trainer.train([case.batches("cpu")])
+    after = trainer.model.model.parameters()
+    assert not all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
 def quiet_model() -> Model:
     """A model without dropout."""
     torch.manual_seed(1)
