@@ -133,7 +133,7 @@ def test_files_directories_and_globs(tmp_path, monkeypatch, capsys):
     names = ["d/a/A.TXT", "d/a/x.java.zst", "d/a/z.jsonl.gz", "d/b.txt", "d/c.fa"]
     assert list(map(str, files)) == ["e/one.md", *names, "e/f/two.md", "e/one.md"]
     said = capsys.readouterr().err
-    assert "d: 5 files left out (" in said
+    assert "d: 5 entries left out (" in said
     kinds = ("1 .md", "1 .json", "1 no ending", "1 hidden", "1 linked folder")
     assert all(part in said for part in kinds)
     assert "d: 1 empty files left out" in said

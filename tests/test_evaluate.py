@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -428,11 +429,26 @@ def test_a_folder_of_predictions_may_be_the_working_directory(
     assert parse_arguments([".", "data=store", "out=../../mine.json"]).out == "../../mine.json"
 
 
-@pytest.mark.parametrize("mark", ["store.json", "manifest.json", "tokenizer_meta.json"])
-def test_nothing_is_written_into_stores_and_checkpoints(tmp_path: Path, mark: str) -> None:
-    (tmp_path / mark).write_text("{}")
-    with pytest.raises(BadInput, match=r"config\.json cannot be written: .* is a"):
-        parse_arguments([".", "data=store", f"out={tmp_path}/config.json"])
+@pytest.mark.parametrize(
+    ("mark", "own"),
+    [
+        ("store.json", "train/tokens.npy"),
+        ("store.json", "store.json"),
+        ("manifest.json", "config.json"),
+        ("tokenizer_meta.json", "tokenizer.json"),
+    ],
+)
+def test_stores_and_checkpoints_keep_their_files(tmp_path: Path, mark: str, own: str) -> None:
+    """Also if the output is a link to one of them. Other files may lie beside them."""
+    (tmp_path / "x/train").mkdir(parents=True)
+    content = {"splits": {"train": {}}, "sha256": {"config.json": ""}}
+    (tmp_path / f"x/{mark}").write_text(json.dumps(content))
+    (tmp_path / "link.json").symlink_to(tmp_path / "x" / own)
+    for out in (tmp_path / "x" / own, tmp_path / "link.json"):
+        with pytest.raises(BadInput, match=r"cannot be written: .* belongs to a"):
+            parse_arguments([".", "data=store", f"out={out}"])
+    beside = f"out={tmp_path}/x/scores.json"
+    assert parse_arguments([".", "data=store", beside]).out == beside[4:]
 
 
 def test_scores_are_no_csv() -> None:

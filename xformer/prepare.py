@@ -418,8 +418,8 @@ def _notes(
 
 
 def _trajectory(setup: Setup) -> Trajectory:
-    """The steps at which `train.keep_at` keeps the weights. A branch leaves out the steps that it
-    shares with the other run, which were trained there. Raises BadInput as `steps_of` does."""
+    """The steps at which `train.keep_at` keeps the weights. A branch leaves out the steps that were
+    trained by the other run. Raises BadInput as `steps_of` does."""
     settings, split = setup.recipe.train, setup.train.split
     if not settings.keep_at:
         return Trajectory()
@@ -431,10 +431,10 @@ def _trajectory(setup: Setup) -> Trajectory:
         split.words,
         str(setup.store.path),
     )
-    shared = checkpoints.step_of(Path(settings.branch_from)) if settings.branch_from else None
+    begun = checkpoints.step_of(Path(settings.branch_from or "").resolve()) or 0
     steps = trajectory.steps_of(settings.keep_at, timeline)
-    kept = frozenset(step for step in steps if shared is None or step > shared)
-    return Trajectory(kept, checkpoints.size(setup.start))
+    own = frozenset(step for step in steps if step > begun or not begun)
+    return Trajectory(own, checkpoints.size(setup.start), steps - own)
 
 
 def check_model(recipe: Recipe, config: ModelConfig) -> None:

@@ -33,7 +33,7 @@ from pydantic import ValidationError
 from xformer import checkpoint as checkpoints
 from xformer import provenance
 from xformer.data.display import say
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, reason
 from xformer.data.files import (
     ASIDE,
     RUN_MANIFEST,
@@ -344,13 +344,19 @@ def is_finished(path: Path) -> bool:
 
 def _locks(lock: TextIO) -> bool:
     """Lock a run for this process. Returns whether that was possible. It tries for half a second,
-    because `in_use` holds the lock for an instant."""
+    because `in_use` holds the lock for an instant. Raises BadInput if the file system has no
+    locks."""
     for _ in range(6):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             time.sleep(0.1)
+        except OSError as error:
+            raise BadInput(
+                f"{lock.name} cannot be locked ({reason(error)}); give a directory on a file "
+                "system with locks"
+            ) from None
     return False
 
 

@@ -221,6 +221,7 @@ class Trajectory:
 
     steps: frozenset[int] = frozenset()
     bytes: int = 0
+    of_other: frozenset[int] = frozenset()  # steps of the run that this one branches from
 
     def ahead(self, step: int) -> int:
         """How many checkpoints are still to be written by a run that starts or continues at a
@@ -248,11 +249,15 @@ class Trajectory:
     def announcement(self, run: Path, step: int) -> str:
         """A line that says what the run will write after this step; "" if it will write nothing."""
         number = self.ahead(step)
-        if not number:
-            return ""
-        behind = f", after step {step:,}" if step else ""
-        total = _size(self.bytes * number)
-        return f"trajectory: {self._checkpoints(step)}, {total}, in {run / 'trajectory'}{behind}"
+        line = ""
+        if number:
+            behind = f", after step {step:,}" if step else ""
+            total = _size(self.bytes * number)
+            line = f"{self._checkpoints(step)}, {total}, in {run / 'trajectory'}{behind}"
+        if self.of_other:
+            steps = ", ".join(map(str, sorted(self.of_other)))
+            line += f"{'; ' if line else ''}steps up to the branch are not kept here: {steps}"
+        return f"trajectory: {line}" if line else ""
 
     def missing(self, run: Path, step: int) -> str:
         """A line that names the missing checkpoints up to a step; "" if none is missing."""

@@ -26,9 +26,10 @@ def read_fasta(
 
     White space is dropped from sequences, and letters are made upper case. The file may be
     compressed (see `open_binary`). Memory holds one record. A record goes to `bad` (default: raises
-    BadInput) if it has no sequence, bytes that are not UTF-8, or others than `letters`. (Chiang and
-    Lee 2020, section 3, use A to Z.) Raises BadInput naming file and line if there is text before
-    the first header. `advance` is called with the size of each block read from the disk.
+    BadInput) if it has no sequence, bytes that are not UTF-8, or characters other than `letters`.
+    (Chiang and Lee 2020, section 3, use A to Z.) Raises BadInput naming file and line if there is
+    text before the first header. `advance` is called with the size of each block read from the
+    disk.
     """
     start, header, good, parts = 0, "", True, list[bytes]()
     with open_binary(path, advance) as file:
@@ -70,7 +71,8 @@ def _is_sequence(path: Path, line: int, part: bytes, letters: str, bad: BadRows)
     if not wrong:
         return True
     try:
-        bad(path, line, f"{wrong.decode()[0]!r} is not a letter of a sequence ({letters})")
+        shown = letters.replace(string.ascii_uppercase, "A to Z ").replace(string.digits, " 0 to 9")
+        bad(path, line, f"{wrong.decode()[0]!r} is not a letter of a sequence ({shown})")
     except UnicodeDecodeError as error:
         bad(path, line, not_utf8(error))
     return False

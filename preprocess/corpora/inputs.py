@@ -78,7 +78,7 @@ def _in_directory(directory: Path, form: str | None) -> list[Path]:
     kinds = [f"{count} {ending}" for ending, count in skipped.most_common(5)]
     if skipped:
         more = ", ..." if len(skipped) > 5 else ""
-        note = f"{directory}: {skipped.total():,} files left out ({', '.join(kinds)}{more})"
+        note = f"{directory}: {skipped.total():,} entries left out ({', '.join(kinds)}{more})"
         say(note, error=True)
     files = _with_content(str(directory), sorted(files))
     if not files:

@@ -356,7 +356,7 @@ def _records(path: Path, head: HeadRecord, letters: str) -> Iterator[tuple[int, 
     elif extension(path) in FASTA or first.startswith(">"):
         _refuse_key(path, head, "is FASTA, whose records have names")
         for record in sequences.sequence_records(
-            path, None, None, Sequences("", letters), STRICT, None
+            path, None, None, Sequences("a table of the user", letters), STRICT, None
         ):
             yield record.line, record.sequence, record.id
     else:

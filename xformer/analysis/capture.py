@@ -77,8 +77,8 @@ class CaptureConfig(ExamplesConfig):
     """Replace an earlier capture of the same name."""
     layers: str = "all"
     """all, last, or numbers such as 0,6,12. Layer 0 is the output of the embeddings."""
-    what: Literal["hidden", "attention", "hidden,attention"] = "hidden"
-    """What is written: hidden states, attention maps, or both."""
+    what: str = "hidden"
+    """hidden, attention, or hidden,attention."""
     dtype: Literal["float16", "float32"] = "float16"
     """Data type of the numbers."""
     examples: int = Field(256, ge=1)
@@ -97,7 +97,9 @@ def run(paths: list[str], config: CaptureConfig) -> None:
     if out.suffix != ".h5" or out.is_dir():
         raise BadInput(f"out={out}: give a file whose name ends in .h5, such as F.h5")
     check_place(parts)
-    kinds = config.what.split(",")
+    kinds = [kind.strip() for kind in config.what.split(",")]
+    if not set(kinds) <= {"hidden", "attention"}:
+        raise BadInput(f"what={config.what}: give hidden, attention, or hidden,attention")
     examples = open_examples(config, paths)
     layers = parse_layers(config.layers, examples.models[0].layers)
     if "attention" in kinds and not any(layers):
@@ -105,7 +107,7 @@ def run(paths: list[str], config: CaptureConfig) -> None:
             f"layers={config.layers}: the embeddings (0) have no attention; give other layers, or "
             "what=hidden"
         )
-    identity = _identity(examples, config, layers)
+    identity = _identity(examples, config, kinds, layers)
     if out.exists() and not config.overwrite:
         _refuse_other(open_capture(out).attributes, identity, out)
         say(f"{out} is already complete")
@@ -123,7 +125,9 @@ def run(paths: list[str], config: CaptureConfig) -> None:
 # ------------------------------------------------------------------------------------ writing
 
 
-def _identity(examples: Examples, config: CaptureConfig, layers: list[int]) -> dict[str, Any]:
+def _identity(
+    examples: Examples, config: CaptureConfig, kinds: list[str], layers: list[int]
+) -> dict[str, Any]:
     """The settings that decide what a capture holds. They become the attributes of the file."""
     loaded = examples.models[0]
     return {
@@ -138,7 +142,7 @@ def _identity(examples: Examples, config: CaptureConfig, layers: list[int]) -> d
         "seed": config.seed,
         "max_tokens": examples.max_tokens,
         "mapping": config.mapping or "as trained",
-        "what": config.what,
+        "what": ",".join(kinds),
         "layers": layers,
         "model_layers": loaded.layers,
         "dtype": config.dtype,

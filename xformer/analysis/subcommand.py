@@ -20,6 +20,7 @@ from xformer.data import style
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput, Failure
 from xformer.data.files import make_directory, write_json
+from xformer.data.outputs import refuse_owned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -111,7 +112,9 @@ def check_writable(config: Output, name: str) -> None:
 
 
 def check_place(out: Path) -> None:
-    """Raise BadInput if `out` cannot be created because one of its parents is a file."""
+    """Raise BadInput if `out` cannot be created because one of its parents is a file, or if it
+    belongs to a run, a store or a checkpoint."""
+    refuse_owned(out)
     parent = out.absolute()
     while not parent.exists():
         parent = parent.parent

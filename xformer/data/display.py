@@ -6,11 +6,13 @@ the terminal. Messages appear above the progress bar and leave it intact.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Self, TextIO
 
 UNLIMITED = sys.maxsize  # a width
@@ -40,12 +42,20 @@ def say(*lines: str, error: bool = False) -> None:
     Raises BrokenPipeError if nobody reads standard output any more.
     """
     stream = sys.stderr if error else sys.stdout
-    try:
+    with _if_anyone_reads() if error else nullcontext():
         for line in lines:
             with _above_bars(stream):
                 print(escaped(line), file=stream, flush=True)
-    except BrokenPipeError:
-        if not error:
+
+
+@contextmanager
+def _if_anyone_reads() -> Iterator[None]:
+    """A context that writes to standard error. Once its reader or its terminal has gone, what is
+    written is lost."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
@@ -182,7 +192,8 @@ class Progress:
 
     def _draw(self) -> None:
         self.bar.n = self.done
-        self.bar.set_description_str(self._bar_text(self.bar.format_dict["ncols"]))
+        with _if_anyone_reads():
+            self.bar.set_description_str(self._bar_text(self.bar.format_dict["ncols"]))
 
 
 _open: list[Progress] = []  # the objects that show a bar at present

@@ -11,6 +11,9 @@ FOLDERS = ("checkpoints", "trajectory", "predictions", "tensorboard", "profile")
 # the last one marks the directory as a run; earlier versions wrote dropped.json
 FILES = (RUN_MANIFEST, "result.json", "log.jsonl", "dropped.json", "code.diff", "config.json")
 OWN = {*FOLDERS, *FILES}  # what only a run itself writes into its directory
+# the files that mark a store, a checkpoint and a tokenizer, and their keys that list other files
+LISTS = {"store.json": "splits", "manifest.json": "sha256", "tokenizer_meta.json": ""}
+TOKENIZER = ("tokenizer.json", "tokenizer_meta.json", "spiece.model", "sums.json")
 
 
 def is_run(config: Path) -> bool:
@@ -23,7 +26,7 @@ def is_run(config: Path) -> bool:
 
 
 def check_writable(output: Path) -> None:
-    """Raise BadInput if an output file cannot be written, or would be a file of a run, or lie in a
+    """Raise BadInput if an output file cannot be written, or if it would replace a file of a run, a
     store, a checkpoint or a tokenizer."""
     folder = output.parent.resolve()
     if not folder.is_dir():
@@ -31,9 +34,7 @@ def check_writable(output: Path) -> None:
             f"{output} cannot be written: {output.parent} is not a directory; make it first, or "
             "give another file"
         )
-    _refuse_part_of_run(output)
-    if (what := what_is(folder)) not in ("", "a run"):
-        raise BadInput(f"{output} cannot be written: {folder} is {what}; give another file")
+    refuse_owned(output)
     if output.is_dir():
         raise BadInput(f"{output} cannot be written: it is a directory; give a file")
 
@@ -42,10 +43,11 @@ def check_directory(out: Path, overwrite: bool, marks: tuple[str, ...], *read: P
     """Raise BadInput unless a command that reads the paths `read` may write the directory `out`.
 
     If `out` exists, `overwrite` must be true, and it must hold the files `marks`, which the command
-    writes. It may be neither part of a run nor contain what the command reads.
+    writes. It may be neither part of a run, a store or a checkpoint, nor contain what the command
+    reads.
     """
     refuse_existing(out, overwrite)
-    _refuse_part_of_run(out)
+    refuse_owned(out)
     if not out.exists():
         return
     if not all((out / name).is_file() for name in marks):
@@ -55,13 +57,29 @@ def check_directory(out: Path, overwrite: bool, marks: tuple[str, ...], *read: P
             raise BadInput(f"{out} contains the input {path}: give another output")
 
 
-def _refuse_part_of_run(output: Path) -> None:
-    """Raise BadInput if only a run itself writes this file or directory."""
-    folder = output.parent.resolve()
-    for run in (folder, *folder.parents[:2]):
-        first = output.name if run == folder else folder.relative_to(run).parts[0]
-        if first in OWN and is_run(run / "config.json"):
+def refuse_owned(output: Path) -> None:
+    """Raise BadInput if this file or directory, or one that contains it, belongs to a run, a store,
+    a checkpoint or a tokenizer. Other files may lie beside theirs. A link is followed."""
+    output = output.resolve()
+    for path, owner in zip((output, *output.parents), output.parents[:3], strict=False):
+        if path.name in OWN and is_run(owner / "config.json"):
             raise BadInput(
-                f"{output} cannot be written: only the run itself writes {run / first}; give "
-                "another output"
+                f"{output} cannot be written: only the run itself writes {path}; give another "
+                "output"
             )
+        if path.name in _names(owner):
+            raise BadInput(
+                f"{output} cannot be written: {path} belongs to {what_is(owner)}; give another "
+                "output"
+            )
+
+
+def _names(folder: Path) -> set[str]:
+    """What a store, a checkpoint or a tokenizer has in its directory."""
+    names = set[str]()
+    for mark, key in LISTS.items():
+        if (folder / mark).is_file():
+            content = read_json(folder / mark)
+            listed = content.get(key) if isinstance(content, dict) else None
+            names |= {mark, *TOKENIZER, *(listed if isinstance(listed, dict) else ())}
+    return names

@@ -122,8 +122,12 @@ def sweep_main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:  # a bad value leaves no study file behind
         draft = Path(scratch) / f"{study.name}.toml"
         study.write(draft)
-        plan = _plan(draft, "", {}, settings)
-        Forecast(plan).check()
+        try:
+            plan = _plan(draft, "", {}, settings)
+            Forecast(plan).check()
+        except BadInput as error:
+            lines = (line.removeprefix(f"{draft}: ") for line in error.lines)
+            raise BadInput(*lines) from None
         if settings.dry_run and not settings.out:
             say("study   not written (--dry-run); out=FILE writes it")
             run_study(plan, settings, with_cost=True)
