@@ -42,14 +42,18 @@ def draw(results: Results, headline: Headline) -> Any:
 
 def _curve(axes: Any, panels: list[Panel], title: str) -> None:
     """The curves of training as lines, and those of validation as dots."""
+    names = list(dict.fromkeys((panel.name, line.name) for panel in panels for line in panel.lines))
+    values = dict.fromkeys(panel.value.removeprefix("validation ") for panel in panels)
     for panel in panels:
         validation = panel.value.startswith("validation")
         look = {"ls": "none", "marker": "o", "ms": 5, "zorder": 3} if validation else {"lw": 1.4}
-        what = "validation" if validation else "training"
-        for number, line in enumerate(panel.lines):
-            label = drawing.plain(f"{what}, {line.name}") if len(panel.lines) > 1 else what
-            axes.plot(line.x, line.mean, color=f"C{2 * number + validation}", label=label, **look)
-    axes.set(xlabel="step", ylabel=panels[0].value)
+        for line in panel.lines:
+            own = (panel.name, line.name)
+            words = ("validation" if validation else "training", *(own if len(names) > 1 else ()))
+            label = drawing.plain(" ".join(filter(None, words)))
+            colour = f"C{2 * names.index(own) + validation}"
+            axes.plot(line.x, line.mean, color=colour, label=label, **look)
+    axes.set(xlabel="step", ylabel=" and ".join(values))
     axes.set_title(title)
     axes.legend()
 
