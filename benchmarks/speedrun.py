@@ -49,6 +49,8 @@ TEXTS = {  # the raw texts of each store
 }
 BERT, FAST = ROOT / "benchmarks/bert.toml", ROOT / "recipes/pretrain/micro-fast.toml"
 BEGIN = "<!-- written by benchmarks.speedrun -->"
+# what --ours can change for the Trainer: these and model.*
+OF_TRAINER = ("batch.tokens", "optim.lr", "optim.warmup", "optim.weight_decay", "train.steps")
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,8 @@ def _arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="A further setting of every contender; can be repeated.",
+        help="A further setting of every contender; can be repeated. The contender trainer takes "
+        f"only model.* and {', '.join(OF_TRAINER)}.",
     )
     arguments = parser.parse_args()
     wanted = [text for texts in TEXTS.values() for text in texts]
@@ -270,6 +273,13 @@ def _arguments() -> argparse.Namespace:
         report.check_marks(arguments.output / "speedrun.md", BEGIN)
     if "trainer" in arguments.only:
         require_peers()
+        for setting in arguments.ours:
+            if not setting.startswith(("model.", *(f"{key}=" for key in OF_TRAINER))):
+                others = ", ".join(("model.*", *OF_TRAINER))
+                raise BadInput(
+                    f"--ours {setting} does not reach the contender trainer; give one of {others}, "
+                    "or leave it out with --only bert fast"
+                )
     return arguments
 
 
