@@ -45,7 +45,6 @@ MINILM = {"layers": 6, "hidden": 384, "heads": 12, "intermediate": 1536, "max_po
 TINY = {"layers": 2, "hidden": 32, "heads": 2, "intermediate": 64, "max_positions": 512}
 
 FULL = Size(MINILM)
-SHORT = Size(MINILM, warmup=1, steps=5, whole_steps=100, batches=100)  # for a first impression
 # runs everything on made-up data in a minute: for tests and a first try
 QUICK = Size(
     TINY,
@@ -73,7 +72,7 @@ class Bench:
     rounds: int = 3
     precision: Literal["fp32", "bf16"] = "fp32"
     threads: int = field(default_factory=lambda: cores())
-    ours: tuple[str, ...] = ()  # further settings key=value of our train.py
+    ours: tuple[str, ...] = ()  # further settings key=value of every contender of speedrun
 
 
 def cores() -> int:

@@ -51,7 +51,6 @@ def arguments(
         f"system.precision={bench.precision}",
         f"system.threads={bench.threads}",
         *settings,
-        *bench.ours,
     ]
 
 
