@@ -158,12 +158,12 @@ class Ended:
     memory: float
 
 
-def command(bench: Bench, arguments: list[str]) -> Ended:
-    """Run `python ARGUMENTS` in the project's root. Raises Failure with its last lines if it
-    fails."""
+def command(arguments: list[str], threads: int) -> Ended:
+    """Run `python ARGUMENTS` in the project's root with this many threads. Raises Failure with its
+    last lines if it fails."""
     environment = {
         **os.environ,
-        "OMP_NUM_THREADS": str(bench.threads),
+        "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",  # `make gpu` measures there
@@ -190,7 +190,7 @@ def command(bench: Bench, arguments: list[str]) -> Ended:
 def module(bench: Bench, name: str, job: dict[str, Any]) -> tuple[Took, Ended]:
     """Run `python -m benchmarks.NAME JOB`, whose last line of output holds its measurements as
     JSON."""
-    ended = command(bench, ["-m", f"benchmarks.{name}", json.dumps(job)])
+    ended = command(["-m", f"benchmarks.{name}", json.dumps(job)], bench.threads)
     took: Took = json.loads(ended.out.strip().splitlines()[-1])
     return took, ended
 

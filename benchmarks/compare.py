@@ -70,27 +70,20 @@ for line in json.loads(sys.argv[1]):
 # keys of the log that depend on the clock or the machine
 CLOCK = ("time", "seconds", "real_tokens_per_second", "memory_gib", "mfu")
 SMOKE, CLASSIFY = "recipes/pretrain/smoke.toml", "recipes/finetune/classify.toml"
-TINY = {
-    "model.layers": 2,
-    "model.hidden": 32,
-    "model.heads": 2,
-    "model.intermediate": 64,
-    "model.max_positions": 64,
-}
-SMALL = {
-    "model.layers": 4,
-    "model.hidden": 256,
-    "model.heads": 4,
-    "model.intermediate": 1024,
-    "model.max_positions": 64,
-}
-MINILM = {
-    "model.layers": 6,
-    "model.hidden": 384,
-    "model.heads": 12,
-    "model.intermediate": 1536,
-    "model.max_positions": 512,
-}
+
+
+def shape(layers: int, hidden: int, heads: int, most: int) -> dict[str, int]:
+    """The settings of a model for rows of at most `most` tokens."""
+    return {
+        "model.layers": layers,
+        "model.hidden": hidden,
+        "model.heads": heads,
+        "model.intermediate": 4 * hidden,
+        "model.max_positions": most,
+    }
+
+
+TINY, SMALL, MINILM = shape(2, 32, 2, 64), shape(4, 256, 4, 64), shape(6, 384, 12, 512)
 SHORT = {
     "batch.rows": 16,
     "batch.max_tokens": 64,

@@ -112,10 +112,7 @@ def table(rows: list[Row]) -> list[str]:
     return ["| what | measured |", "|---|---|", *measured]
 
 
-TITLES = {
-    "bf16": "bf16 on this processor, which has no instructions for it (one round)",
-    "settings": "The Trainer with other settings, in real tokens per second (one round)",
-}
+TITLES = {"settings": "The Trainer with other settings, in real tokens per second (one round)"}
 
 
 def write(page: Path, text: str, begin: str = BEGIN, end: str = END) -> None:

@@ -40,10 +40,7 @@ TABLE: dict[str, Callable[[Bench], list[Row]]] = {
     "batches": parts.batches,
     "start": parts.start,
 }
-FOOTNOTES: dict[str, Callable[[Bench], list[Row]]] = {
-    "bf16": parts.bf16,
-    "settings": parts.settings,
-}
+FOOTNOTES: dict[str, Callable[[Bench], list[Row]]] = {"settings": parts.settings}
 # also measured in bf16 if the processor has bf16 instructions
 IN_BF16 = ("mixed", "full", "tasks", "evaluation", "whole", "settings")
 # the page of a run with --quick starts with this
@@ -64,7 +61,7 @@ def main() -> None:
         setup = {"machine": about, "versions": machine.versions()}
         kept = _kept(page, setup) if arguments.parts else []
         new = []
-        for name in arguments.parts or _all_parts():
+        for name in arguments.parts or [*TABLE, *FOOTNOTES]:
             new.append(measure(name, bench))
             kept = [*(part for part in kept if part.part != name), new[-1]]
             _write(page, setup, kept)  # so an interrupted run keeps its finished parts
@@ -143,11 +140,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _all_parts() -> list[str]:
-    extra = ["settings"] if machine.has_bf16() else ["settings", "bf16"]
-    return [*TABLE, *extra]
-
-
 def measure(name: str, bench: Bench) -> Measured:
     """The rows of a part, in every precision that the processor supports natively."""
     load, started = machine.load(), time.perf_counter()
@@ -179,8 +171,6 @@ def _write(page: Path, setup: dict[str, str], measured: list[Measured]) -> None:
     )
     done = {part.part for part in measured}
     missing = [name for name in (*TABLE, *FOOTNOTES) if name not in done]
-    if machine.has_bf16() and "bf16" in missing:  # the table itself has it
-        missing.remove("bf16")
     text = report.section(**setup, measured=table, footnotes=footnotes, missing=missing)
     rows = [row for part in table for row in part.rows]
     if report.drawable(rows):

@@ -81,7 +81,8 @@ def store(bench: Bench, name: str) -> Store:
             str(path),
         ]
         rows = ["--skip-lines", prepare.FOOTNOTE, "--max-tokens", str(bench.size.length - 4)]
-        command(bench, ["preprocess.py", "text", *files, "--tokenizer", "micro/english", *rows])
+        line = ["preprocess.py", "text", *files, "--tokenizer", "micro/english", *rows]
+        command(line, bench.threads)
     return open_store(path)
 
 
@@ -95,7 +96,7 @@ def settings(bench: Bench, recipe: Path, seed: int) -> list[str]:
 def ours(bench: Bench, recipe: Path, seed: int) -> tuple[Path, float]:
     """(checkpoint, seconds) of train.py."""
     out = fresh(bench.folder / "run")
-    return out, command(bench, ["train.py", *settings(bench, recipe, seed)]).seconds
+    return out, command(["train.py", *settings(bench, recipe, seed)], bench.threads).seconds
 
 
 def theirs(bench: Bench, recipe: Path, seed: int) -> tuple[Path, float]:

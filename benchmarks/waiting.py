@@ -14,7 +14,6 @@ round.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from statistics import median
 from benchmarks.bench import ROOT
 from xformer.data.arguments import CommandParser, whole_number
 from xformer.data.errors import Failure
+from xformer.monitor import events
 from xformer.start import SPINS, WAITING, run
 
 DEFAULT = 300_000  # the default of libgomp
@@ -127,9 +127,7 @@ def train(runs: int, spins: int, folder: Path, arguments: argparse.Namespace) ->
 
 def speed(path: Path) -> float:
     """Real tokens a second of a run: the median over the lines of its log."""
-    records = map(json.loads, (path / "log.jsonl").read_text().splitlines())
-    values = [r["real_tokens_per_second"] for r in records if r["event"] == "train"]
-    return median(values[SKIP:])
+    return median(line["real_tokens_per_second"] for line in events(path, "train")[SKIP:])
 
 
 if __name__ == "__main__":

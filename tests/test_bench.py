@@ -58,7 +58,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def forked(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs train.py as a fork instead of a new process."""
 
-    def quickly(bench: Bench, arguments: list[str], threads: int = 0) -> Ended:
+    def quickly(arguments: list[str], threads: int) -> Ended:
         return Ended(good(forks.run(*arguments)).out, 1.0, 0.0, 0.1)
 
     monkeypatch.setattr(ours, "command", quickly)
