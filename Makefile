@@ -90,4 +90,4 @@ gpu-pack: .venv/ready
 	  pydantic pydantic-core annotated-types typing-inspection pytest pluggy iniconfig pygments setuptools
 
 clean:
-	rm -rf .venv build site *.egg-info
+	rm -rf .venv build site *.egg-info xformer/ops/_native*.so

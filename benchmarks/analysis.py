@@ -12,7 +12,7 @@ pieces). The naive implementations:
     pwcca         both networks in memory, centred, full SVD of each, SVD of U^T V
     jacobian      one backward pass for each hidden unit of the token
     attention     every pair of heads on its own; then the same Hungarian matching
-    perturbation  one example at a time, with the noise drawn again for each size
+    perturbation  a loop over the examples, which computes their clean outputs again for each size
     capture       one example at a time, all states in memory, written at the end, same compression
 
 The two alternate. The table shows medians of CPU seconds, which other work on the
@@ -21,7 +21,6 @@ machine hardly changes, and the difference of the two results.
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import resource
 import shutil
@@ -37,22 +36,22 @@ from typing import Any
 
 import h5py
 import numpy as np
+import scipy.optimize  # noqa: F401  (imported early, because it takes time)
 import torch
 import torch.nn.functional as F
-from scipy.optimize import (
-    linear_sum_assignment as linear_sum_assignment,  # imported early, because it takes time
-)
 from torch import Tensor
 
 from benchmarks import machine
 from xformer import checkpoint as checkpoints
 from xformer.analysis import attention, capture, gradients, jacobian, perturbation, pwcca
 from xformer.analysis.examples import inside, open_examples
+from xformer.data.arguments import CommandParser, whole_number
 from xformer.data.batch import Batch
 from xformer.data.store import open_store
 from xformer.model.config import ModelConfig
 from xformer.parallel.feed import to_device
 from xformer.parallel.processes import SystemConfig, start
+from xformer.start import run
 from xformer.tasks.known import task_of
 from xformer.tasks.task import Head, Model
 
@@ -175,11 +174,6 @@ def pwcca_case(rows: int, width: int = 768) -> Case:
         pair = pwcca.factor_together(zip(x.split(CHUNK), y.split(CHUNK), strict=True))
         return pwcca.similarity(pair.x, pair.y, pair.inner).pwcca
 
-    def layers() -> float:
-        return pwcca.grid(
-            lambda: (([a], [b]) for a, b in zip(x.split(CHUNK), y.split(CHUNK), strict=True))
-        )[0][0].pwcca
-
     def in_memory() -> float:
         a, b = (z.double() - z.double().mean(0) for z in (x, y))
         u, s, v = torch.linalg.svd(a, full_matrices=False)
@@ -188,11 +182,7 @@ def pwcca_case(rows: int, width: int = 768) -> Case:
         weights = (p.T @ (s[:, None] * v)).abs().sum(1)
         return float(weights @ rho / weights.sum())
 
-    def apart(ours: Any, theirs: float) -> float:
-        print(f"  a grid of layers, in two passes, differs by {abs(layers() - theirs):.1e}")
-        return abs(ours - theirs)
-
-    return streamed, in_memory, apart
+    return streamed, in_memory, lambda ours, theirs: abs(ours - theirs)
 
 
 def jacobian_case(length: int = 64) -> Case:
@@ -396,7 +386,8 @@ def million(rows: int, width: int = 768) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    about = (__doc__ or "").splitlines()[0]
+    parser = CommandParser(prog="python -m benchmarks.analysis", description=about)
     parser.add_argument(
         "--only",
         nargs="*",
@@ -404,21 +395,18 @@ def main() -> None:
         choices=[*CASES, "million"],
         help="The parts to run (default: all but million).",
     )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="How often each part is timed (default: 3)."
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=1_000_000,
-        help="Tokens of the part million (default: 1000000).",
-    )
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1).")
+    for name, default, about in (
+        ("--rounds", 3, "How often each part is timed"),
+        ("--tokens", 1_000_000, "Tokens of the part million"),
+        ("--threads", 1, "CPU threads"),
+    ):
+        about += " (default: %(default)s)."
+        parser.add_argument(name, type=whole_number(1), default=default, help=about)
     arguments = parser.parse_args()
     start(SystemConfig(threads=arguments.threads))
     print(
         f"{machine.words()}. {machine.versions()}. Threads: {torch.get_num_threads()}; "
-        f"{machine.load():.0f} processes wanted a core before the start."
+        f"the load average before the start was {machine.load():.0f}."
     )
     print("| what | ours, CPU s | naive | | difference of results |")
     print("|---|---|---|---|---|")
@@ -428,4 +416,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

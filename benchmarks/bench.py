@@ -45,7 +45,6 @@ MINILM = {"layers": 6, "hidden": 384, "heads": 12, "intermediate": 1536, "max_po
 TINY = {"layers": 2, "hidden": 32, "heads": 2, "intermediate": 64, "max_positions": 512}
 
 FULL = Size(MINILM)
-SHORT = Size(MINILM, warmup=1, steps=5, whole_steps=100, batches=100)  # for a first impression
 # runs everything on made-up data in a minute: for tests and a first try
 QUICK = Size(
     TINY,
@@ -73,7 +72,7 @@ class Bench:
     rounds: int = 3
     precision: Literal["fp32", "bf16"] = "fp32"
     threads: int = field(default_factory=lambda: cores())
-    ours: tuple[str, ...] = ()  # further settings key=value of our train.py
+    ours: tuple[str, ...] = ()  # further settings key=value of every contender of speedrun
 
 
 def cores() -> int:
@@ -159,12 +158,12 @@ class Ended:
     memory: float
 
 
-def command(bench: Bench, arguments: list[str]) -> Ended:
-    """Run `python ARGUMENTS` in the project's root. Raises Failure with its last lines if it
-    fails."""
+def command(arguments: list[str], threads: int) -> Ended:
+    """Run `python ARGUMENTS` in the project's root with this many threads. Raises Failure with its
+    last lines if it fails."""
     environment = {
         **os.environ,
-        "OMP_NUM_THREADS": str(bench.threads),
+        "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",  # `make gpu` measures there
@@ -191,7 +190,7 @@ def command(bench: Bench, arguments: list[str]) -> Ended:
 def module(bench: Bench, name: str, job: dict[str, Any]) -> tuple[Took, Ended]:
     """Run `python -m benchmarks.NAME JOB`, whose last line of output holds its measurements as
     JSON."""
-    ended = command(bench, ["-m", f"benchmarks.{name}", json.dumps(job)])
+    ended = command(["-m", f"benchmarks.{name}", json.dumps(job)], bench.threads)
     took: Took = json.loads(ended.out.strip().splitlines()[-1])
     return took, ended
 

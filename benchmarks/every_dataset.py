@@ -3,38 +3,39 @@
     python benchmarks/every_dataset.py DATA --output docs/data.md
 
 DATA holds real data under the names below (GLUE's tasks, SQuAD, DNA, protein, music, text in five
-languages, Java). Missing data sets are left out and listed. The table shows the commands that ran.
+languages, Java). The table shows the commands that ran. Data sets whose files are missing are left
+out and listed below it, and then the exit status is 1.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from xformer.data.arguments import CommandParser
+from xformer.data.errors import Failure
 from xformer.data.store import UNLABELLED, UNSEEN, Split, Store, open_store
+from xformer.start import run
 
 ROOT = Path(__file__).parents[1]
 SKIP = r"^\[\d+\]"  # footnotes of the Wikipedia text
 
 
 class Entry(NamedTuple):
-    """A data set, the arguments of `preprocess.py`, and whether `stats` draws a figure of it.
-
-    In the arguments, DATA, MADE and TOK stand for directories.
-    """
+    """A data set, and the arguments of `preprocess.py`, in which DATA, MADE and TOK stand for
+    directories."""
 
     name: str
     arguments: str
-    figure: bool = False
 
 
 TASKS = [
@@ -74,7 +75,7 @@ TASKS = [
     Entry(
         "SQuAD 1.1", "task squad --valid DATA/squad/dev-v1.1.rebuilt.json --tokenizer TOK/uncased"
     ),
-    Entry("DNA splice", "task dna/splice --input DATA/dna/uci_splice", True),
+    Entry("DNA splice", "task dna/splice --input DATA/dna/uci_splice"),
     *(
         Entry(
             f"DNA {name}",
@@ -90,15 +91,13 @@ TASKS = [
         "Protein localization",
         "task protein/localization --input DATA/protein/localization_multiloc/multiloc",
     ),
-    Entry(
-        "Protein fluorescence", "task protein/fluorescence --input DATA/protein/fluorescence", True
-    ),
+    Entry("Protein fluorescence", "task protein/fluorescence --input DATA/protein/fluorescence"),
     Entry(
         "Protein stability",
         "task protein/stability --label stabilityscore_cnn_calibrated "
         "--input DATA/protein/stability_rocklin/stability_designs.csv",
     ),
-    Entry("Music MAESTRO", "task music/maestro --input DATA/music/maestro-v1-subset", True),
+    Entry("Music MAESTRO", "task music/maestro --input DATA/music/maestro-v1-subset"),
     Entry(
         "German articles",
         "task tsv --input DATA/lang/de/10kGNAD_test.csv --no-header --text 2 "
@@ -111,16 +110,15 @@ CORPORA = [
         "text --input DATA/english_wikipedia/train.txt "
         "--valid DATA/english_wikipedia/valid.txt --test DATA/english_wikipedia/test.txt "
         f"--skip-lines {SKIP} --tokenizer TOK/uncased",
-        True,
     ),
     Entry(
         "English, RoBERTa's pieces",
         f"text --input DATA/english_wikipedia/train.txt --skip-lines {SKIP} --tokenizer TOK/gpt2",
     ),
-    Entry("Java", "text --input DATA/java --tokenizer TOK/cased", True),
-    Entry("Amino acids", "text --input MADE/amino --tokenizer TOK/amino", True),
+    Entry("Java", "text --input DATA/java --tokenizer TOK/cased"),
+    Entry("Amino acids", "text --input MADE/amino --tokenizer TOK/amino"),
     Entry("Japanese", "text --input MADE/ja.txt --lines --tokenizer TOK/chinese"),
-    Entry("Chinese", "text --input MADE/zh.jsonl --field text --tokenizer TOK/chinese", True),
+    Entry("Chinese", "text --input MADE/zh.jsonl --field text --tokenizer TOK/chinese"),
     Entry("Kannada", "text --input DATA/lang/kn/allama.json --field name --tokenizer TOK/kannada"),
     Entry(
         "Kannada lines",
@@ -129,8 +127,8 @@ CORPORA = [
 ]
 SYNTHETIC = [
     *(
-        Entry(f"synthetic {name}", f"synthetic {name} --tokens 23500000 --vocab-size 28996", figure)
-        for name, figure in (("uniform", False), ("zipf", True), ("nesting", True), ("flat", False))
+        Entry(f"synthetic {name}", f"synthetic {name} --tokens 23500000 --vocab-size 28996")
+        for name in ("uniform", "zipf", "nesting", "flat")
     ),
     *(
         Entry(
@@ -152,29 +150,38 @@ TOKENIZERS = {
 
 def main() -> None:
     """Run everything and write the table."""
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    about = str(__doc__).split("\n")[0]
+    parser = CommandParser(prog="python benchmarks/every_dataset.py", description=about)
     parser.add_argument("data", type=Path, help="The directory of the raw data.")
     parser.add_argument("--output", type=Path, required=True, help="The table, as Markdown.")
-    parser.add_argument("--figures", type=Path, help="A directory for a figure per kind of corpus.")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         made = Path(directory)
-        _make(arguments.data, made)
-        places = {"DATA": arguments.data, "TOK": made / "tok", "MADE": made}
+        places = {"DATA": arguments.data.resolve(), "TOK": made / "tok", "MADE": made}
+        (made / "tok").mkdir()
+        for make in (_make_amino, _make_japanese, _make_chinese):
+            with suppress(FileNotFoundError):
+                make(places["DATA"], made)
         for name, options in TOKENIZERS.items():
-            _run(f"tokenizer {options}", places, made / "tok" / name)
-        lines = ["# Every data set", "", *_INTRODUCTION]
+            with suppress(Failure):
+                _run(f"tokenizer {options}", places, made / "tok" / name)
+        lines, absent = ["# Every data set", "", *_INTRODUCTION], []
         for title, entries in (("Tasks", TASKS), ("Corpora", CORPORA), ("Synthetic", SYNTHETIC)):
             lines += ["", f"## {title}", "", *_HEAD]
             for entry in entries:
                 store = made / "stores" / entry.name
-                seconds = _run(entry.arguments, places, store)
+                try:
+                    seconds = _run(entry.arguments, places, store)
+                except Failure as error:
+                    absent.append(f"- {entry.name}: {error}")
+                    print(absent[-1], flush=True)
+                    continue
                 lines.append(_line(entry, open_store(store), seconds))
                 print(lines[-1], flush=True)
-                if entry.figure and arguments.figures:
-                    name = entry.name.lower().replace(" ", "-")
-                    _stats(store, arguments.figures / f"{name}.png")
+    lines += ["", "## Left out", "", *absent] if absent else []
     arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if absent:
+        raise Failure(f"{len(absent)} data sets are left out; {arguments.output} says why")
 
 
 _INTRODUCTION = [
@@ -187,16 +194,25 @@ _INTRODUCTION = [
 _HEAD = ["| data set | rows | labels | tokens | s | `preprocess.py` |", "|---|---|---|---|---|---|"]
 
 
-def _make(data: Path, made: Path) -> None:
-    """Convert those of the publishers' files that no command can read directly."""
-    (made / "tok").mkdir()
-    (made / "amino").mkdir()
+# These convert those of the publishers' files that no command can read directly.
+
+
+def _make_amino(data: Path, made: Path) -> None:
+    texts = {}
     for name in ("conservation", "secondary_structure"):
         with zipfile.ZipFile(data / f"protein/flip/{name}_splits.zip") as packed:
-            text = packed.read("splits/sequences.fasta")
+            texts[name] = packed.read("splits/sequences.fasta")
+    (made / "amino").mkdir()
+    for name, text in texts.items():
         (made / "amino" / f"{name}.fasta").write_bytes(text)
+
+
+def _make_japanese(data: Path, made: Path) -> None:
     japanese = (data / "lang/ja/train.ja").read_text(encoding="utf-8")
     (made / "ja.txt").write_text(japanese.replace(" ", ""), encoding="utf-8")
+
+
+def _make_chinese(data: Path, made: Path) -> None:
     books = json.loads((data / "lang/zh/zh_ncv.json").read_text(encoding="utf-8-sig"))
     with (made / "zh.jsonl").open("w", encoding="utf-8") as file:
         for book in books:
@@ -205,6 +221,7 @@ def _make(data: Path, made: Path) -> None:
 
 
 def _run(options: str, places: dict[str, Path], output: Path) -> float:
+    """Run preprocess.py and return its seconds. Raises Failure with its last line if it fails."""
     arguments = []
     for word in options.split():
         head, slash, rest = word.partition("/")
@@ -219,14 +236,11 @@ def _run(options: str, places: dict[str, Path], output: Path) -> float:
     started = time.monotonic()
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if ended.returncode:
-        sys.exit(f"{' '.join(command)}\n{ended.stderr}")
+        reason = (ended.stderr.strip() or f"status {ended.returncode}").splitlines()[-1]
+        for name, place in places.items():
+            reason = reason.replace(str(place), name)
+        raise Failure(reason.removeprefix("error: "))
     return time.monotonic() - started
-
-
-def _stats(store: Path, figure: Path) -> None:
-    figure.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "preprocess.py", "stats", str(store), "--figure", str(figure)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
 
 
 def _line(entry: Entry, store: Store, seconds: float) -> str:
@@ -269,4 +283,4 @@ def _labels(store: Store, splits: dict[str, Split]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -240,7 +240,7 @@ class Recorder:
         return [given for one, given in pairs if one.alias_info and one.alias_info.is_write]
 
     def _touched(self, tensors: list[Tensor]) -> dict[int, int]:
-        """The bytes of each piece of memory that the tensors show."""
+        """The bytes of each piece of memory that the tensors cover."""
         pieces: dict[int, int] = {}
         for tensor in tensors:
             if tensor.device.type == "cuda":

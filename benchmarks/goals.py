@@ -15,7 +15,6 @@ reads its inputs and writes its results once. The second is a bound that no comp
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -26,8 +25,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
-from benchmarks import fake_cuda, launches
+from benchmarks import fake_cuda, launches, report
 from benchmarks.fake_cuda import Operation
+from xformer.data.arguments import CommandParser
+from xformer.start import run
 
 BEGIN, END = "<!-- begin: python -m benchmarks.goals -->", "<!-- end of the goals -->"
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s, from NVIDIA's data sheets
@@ -76,9 +77,13 @@ CASES = (
 
 def main() -> None:
     """Print the tables, or write them into a page."""
-    parser = argparse.ArgumentParser(description="What a step on a GPU should take, derived.")
-    parser.add_argument("--output", type=Path, help="replace the tables on this page")
+    about = "What a step on a GPU should take, derived."
+    parser = CommandParser(prog="python -m benchmarks.goals", description=about)
+    words = "Replace the tables on this page (default: print them)."
+    parser.add_argument("--output", type=Path, metavar="FILE", help=words)
     output = parser.parse_args().output
+    if output:
+        report.check_marks(output, BEGIN, END)
     if fake_cuda.LOADED in os.environ:
         for case in CASES:
             print(json.dumps([asdict(ours(case)), asdict(theirs(case))]))
@@ -93,9 +98,7 @@ def main() -> None:
     if output is None:
         print(text)
         return
-    page = output.read_text(encoding="utf-8")
-    head, tail = page.split(BEGIN)[0], page.split(END)[1]
-    output.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}", encoding="utf-8")
+    report.write(output, f"{BEGIN}\n\n{text}\n\n{END}", BEGIN, END)
 
 
 # ------------------------------------------------------------------------------- what is counted
@@ -291,4 +294,4 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

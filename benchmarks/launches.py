@@ -9,15 +9,17 @@ the inputs and outputs of every operation except matrix products and attention.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
-from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from benchmarks import fake_cuda
+from xformer.data.arguments import CommandParser
+from xformer.start import run
 
 if TYPE_CHECKING:
     from xformer.tasks.task import Task
@@ -28,6 +30,11 @@ BATCHES = ((64, 128), (16, 512))  # rows, and tokens of a row
 
 def main() -> None:
     """Print the table."""
+    CommandParser(
+        prog="python -m benchmarks.launches",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     if fake_cuda.LOADED not in os.environ:
         with TemporaryDirectory() as folder:
             process = fake_cuda.start("benchmarks.launches", Path(folder))
@@ -44,8 +51,6 @@ def main() -> None:
             print(
                 f"| {name} MLM, {rows} x {length} | {kernels} | {casts} | {moved:.1f} | {waits} |"
             )
-            if "-v" in sys.argv:
-                print(Counter(one.name for one in seen.operations))
 
 
 def task(name: str) -> Task:
@@ -77,4 +82,4 @@ def step(name: str, rows: int, length: int, trained: Task | None = None) -> fake
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

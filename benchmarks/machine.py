@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,26 +14,24 @@ import torch
 from benchmarks.bench import cores
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
+from xformer.ops import native
+from xformer.parallel.precision import instructions
 
 SETS = ("amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")
-NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 
 
 def processor() -> tuple[str, set[str]]:
     """(name, instruction sets) of the processor, as Linux reports them."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or platform.machine(), set()
-    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    return (name[1] if name else platform.machine()), set(flags[1].split() if flags else ())
+    names = native.processor_lines("model name")
+    name = names[0].partition(":")[2].strip() if names else platform.machine()
+    lines = native.processor_lines("flags", "Features")
+    return name, {word for line in lines for word in line.partition(":")[2].split()}
 
 
 def has_bf16() -> bool:
     """Whether the processor has instructions for bf16 products."""
-    return bool(processor()[1] & set(NATIVE_BF16))
+    return bool(instructions())
 
 
 def words() -> str:

@@ -24,6 +24,7 @@ from xformer.config import load
 from xformer.data.batch import Assembler
 from xformer.data.errors import Failure
 from xformer.data.store import open_store
+from xformer.monitor import events
 from xformer.parallel import processes
 from xformer.parallel.processes import SystemConfig
 from xformer.prepare import prepare
@@ -31,28 +32,6 @@ from xformer.recipe import Recipe
 from xformer.scoring import score
 
 RECIPES = {"mlm": "benchmarks/mlm.toml", "classify": "recipes/finetune/classify.toml"}
-
-
-def arguments(
-    bench: Bench, task: str, store: Path, init: Path, *, steps: int, every: int, settings: list[str]
-) -> list[str]:
-    """The recipe and settings of a run of `steps` steps that logs every `every` steps."""
-    return [
-        RECIPES[task],
-        f"data={store}",
-        f"run={bench.folder / 'run'}",
-        f"init={init}",
-        f"batch.max_tokens={bench.size.length}",
-        "optim.lr=1e-4",
-        "train.select=last",
-        f"train.steps={steps}",
-        f"train.log_every={every}",
-        "overwrite=true",
-        f"system.precision={bench.precision}",
-        f"system.threads={bench.threads}",
-        *settings,
-        *bench.ours,
-    ]
 
 
 def train(
@@ -65,23 +44,37 @@ def train(
     peak of the process).
     """
     run = fresh(bench.folder / "run")
-    line = arguments(bench, task, store, init, steps=steps, every=every, settings=settings)
-    ended = command(bench, ["train.py", *line])
-    lines = (run / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    events = [event for event in map(json.loads, lines) if event["event"] == "train"]
-    took = {"rate": rate(events)} if len(events) > 1 else {}
-    took |= {"first": events[0]["time"] - ended.started, "seconds": ended.seconds}
+    line = [
+        "train.py",
+        RECIPES[task],
+        f"data={store}",
+        f"run={run}",
+        f"init={init}",
+        f"batch.max_tokens={bench.size.length}",
+        "optim.lr=1e-4",
+        "train.select=last",
+        f"train.steps={steps}",
+        f"train.log_every={every}",
+        "overwrite=true",
+        f"system.precision={bench.precision}",
+        f"system.threads={bench.threads}",
+        *settings,
+    ]
+    ended = command(line, bench.threads)
+    logged = events(run, "train")
+    took = {"rate": rate(logged)} if len(logged) > 1 else {}
+    took |= {"first": logged[0]["time"] - ended.started, "seconds": ended.seconds}
     took |= {"resident_gib": ended.memory}
     fresh(run)
     return took, ended
 
 
-def rate(events: list[dict[str, float]]) -> float:
+def rate(logged: list[dict[str, float]]) -> float:
     """Real tokens per second between the first and the last line of the log.
 
     Each line has the rate since the line before it.
     """
-    taken = [(b["time"] - a["time"], b["real_tokens_per_second"]) for a, b in pairwise(events)]
+    taken = [(b["time"] - a["time"], b["real_tokens_per_second"]) for a, b in pairwise(logged)]
     return sum(seconds * speed for seconds, speed in taken) / sum(seconds for seconds, _ in taken)
 
 

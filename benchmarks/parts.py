@@ -343,14 +343,6 @@ def drop_page_cache(store: Store) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def bf16(bench: Bench) -> list[Row]:
-    """One short round in bf16 on a processor without bf16 instructions: a footnote."""
-    few = replace(bench.size, warmup=1, steps=3)
-    half = replace(bench, precision="bf16", rounds=1, size=few, folder=bench.folder / "bf16")
-    half.folder.mkdir(exist_ok=True)
-    return [replace(row, target=None) for row in mixed(half)]
-
-
 def settings(bench: Bench) -> list[Row]:
     """Other settings of the Trainer, one round each."""
     size, model = bench.size, prepare.model(bench)[1]

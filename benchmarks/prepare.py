@@ -64,47 +64,21 @@ def model(bench: Bench, labels: tuple[str, ...] = ()) -> tuple[Path, Path]:
 
 def lines(bench: Bench) -> Store:
     """English Wikipedia, one row for each line."""
-    path = bench.folder / "lines"
-    if not path.exists():
-        words = _tokenizer_directory(bench)
-        command(
-            bench,
-            [
-                "preprocess.py",
-                "text",
-                "--input",
-                str(bench.data / TEXT),
-                "--lines",
-                "--skip-lines",
-                FOOTNOTE,
-                "--tokenizer",
-                words,
-                "--output",
-                str(path),
-            ],
-        )
-    return open_store(path)
+    text = str(bench.data / TEXT)
+    return _made(bench, "lines", "text", "--input", text, "--lines", "--skip-lines", FOOTNOTE)
 
 
 def task(bench: Bench, name: str) -> Store:
     """A task of GLUE with all its splits."""
+    return _made(bench, name, "task", f"glue/{name}", "--input", str(bench.data / TASKS[name]))
+
+
+def _made(bench: Bench, name: str, *words: str) -> Store:
+    """The store `name`, which preprocess.py makes with these words if it does not exist."""
     path = bench.folder / name
     if not path.exists():
-        words, source = _tokenizer_directory(bench), str(bench.data / TASKS[name])
-        command(
-            bench,
-            [
-                "preprocess.py",
-                "task",
-                f"glue/{name}",
-                "--input",
-                source,
-                "--tokenizer",
-                words,
-                "--output",
-                str(path),
-            ],
-        )
+        more = ["--tokenizer", _tokenizer_directory(bench), "--output", str(path)]
+        command(["preprocess.py", *words, *more], bench.threads)
     return open_store(path)
 
 

@@ -1,13 +1,13 @@
 """How fast raw text becomes a store, compared with the tokenizer library alone and with `datasets`.
 
-    python benchmarks/preprocess.py                       # English of Python's own documentation
-    python benchmarks/preprocess.py --data DIR            # DIR/english_wikipedia, DIR/vocabs
-    python benchmarks/preprocess.py --data DIR --memory   # two gigabytes with new words throughout
+    python -m benchmarks.preprocess                       # English of Python's own documentation
+    python -m benchmarks.preprocess --data DIR            # DIR/english_wikipedia, DIR/vocabs
+    python -m benchmarks.preprocess --data DIR --memory   # two gigabytes with new words throughout
 
 The programs run alternately on the same cores, each time in a new process, and medians are
 reported. Our command is measured from its start to its end. The library alone gets the documents in
-memory, and its clock starts after the imports. Hugging Face's `datasets` does too; it
-tokenises with `map` in one process for each core and saves its table to disk.
+memory, and its clock starts after the imports. Hugging Face's `datasets` is measured in the same
+way. It tokenises with `map` in one process for each core and saves its table to disk.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from benchmarks.bench import ROOT, cores
+from xformer.data import vocabularies
+from xformer.data.arguments import CommandParser, whole_number
+from xformer.data.errors import Failure
+from xformer.data.store import open_store
+from xformer.preprocess.corpora import pydocs
+from xformer.preprocess.corpora.documents import TextOptions, read_documents
+from xformer.preprocess.vocabulary.tokenizer import learn
+from xformer.start import run
 
-from xformer.data import vocabularies  # noqa: E402
-from xformer.data.store import open_store  # noqa: E402
-from xformer.preprocess.corpora import pydocs  # noqa: E402
-from xformer.preprocess.corpora.documents import TextOptions, read_documents  # noqa: E402
-from xformer.preprocess.vocabulary.tokenizer import learn  # noqa: E402
-
-CORES = len(os.sched_getaffinity(0))
+CORES = cores()
 VOCABULARY = 30_000
-TOKENS = 50_000_000  # of each artificial corpus
 LARGE = 2_000_000_000  # bytes of the input of --memory
 CHANGED = 0.05  # share of its words with another letter
 
@@ -95,7 +95,8 @@ def timed(line: list[str]) -> Spent:
     ended.set()
     watcher.join()
     if status:
-        raise SystemExit(f"{' '.join(line)} ended with status {status}")
+        code = os.waitstatus_to_exitcode(status)
+        raise Failure(f"{' '.join(line)} ended with status {code}")
     return Spent(seconds, usage.ru_utime + usage.ru_stime, peak)
 
 
@@ -165,8 +166,9 @@ def _load(source: Path, tokenizer: Path) -> tuple[list[str], Any]:
 
 def apart(function: Callable[[Path, Path], None], source: Path, tokenizer: Path) -> Spent:
     """Run a function above in a process of its own, and read the seconds that it prints."""
-    line = [sys.executable, __file__, "--only", function.__name__, str(source), str(tokenizer)]
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True)
+    line = [sys.executable, "-m", "benchmarks.preprocess", "--only", function.__name__]
+    line += [str(source), str(tokenizer)]
+    done = subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     seconds, busy = map(float, done.stdout.split()[-2:])
     return Spent(seconds, busy)
 
@@ -247,17 +249,6 @@ def as_articles(source: Path, tokenizer: Path, folder: Path) -> list[str]:
     return [bytes_a_token(store, note)]
 
 
-def synthetic(folder: Path) -> list[str]:
-    """The lines of a table: tokens a second of the whole command for each generator."""
-    lines = ["", "| artificial corpus | million tokens a second |", "|---|---|"]
-    for name in ("uniform", "zipf", "nesting", "flat"):
-        arguments = ["synthetic", name, "--tokens", TOKENS, "--output", folder / name]
-        spent = timed(command(*arguments))
-        tokens = sum(open_store(folder / name).split(s).tokens for s in ("train", "valid"))
-        lines.append(f"| {name} | {tokens / 1e6 / spent.seconds:.1f} |")
-    return lines
-
-
 def large_text(source: Path, path: Path, size: int) -> None:
     """Write `source` repeatedly, each time with changed letters in a share CHANGED of its words."""
     text = np.frombuffer(source.read_bytes(), np.uint8)
@@ -290,8 +281,10 @@ def memory(source: Path, tokenizer: Path, folder: Path) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = CommandParser(
+        prog="python -m benchmarks.preprocess",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--data",
@@ -300,7 +293,8 @@ def main() -> None:
         "and, if there is one, vocabs/bert-base-uncased.vocab.txt.",
     )
     parser.add_argument("--output", type=Path, help="Also write the report to this file.")
-    parser.add_argument("--rounds", type=int, default=5, help="Default: %(default)s.")
+    about = "How often each program runs (default: %(default)s)."
+    parser.add_argument("--rounds", type=whole_number(1), default=5, help=about)
     parser.add_argument(
         "--memory", action="store_true", help="Only measure a large input (minutes, 6 GB of disk)."
     )
@@ -312,16 +306,17 @@ def main() -> None:
         {"library": library, "hugging_face": hugging_face}[name](Path(source), Path(tokenizer))
         return
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as place:
-        folder = Path(place)
-        source, tokenizer = prepare(arguments.data, folder)
+        folder = Path(place).resolve()
+        data = arguments.data.resolve() if arguments.data else None
+        source, tokenizer = prepare(data, folder)
         if arguments.memory:
             lines = memory(source, tokenizer, folder)
         else:
-            lines = compare(source, tokenizer, folder, arguments.rounds) + synthetic(folder)
+            lines = compare(source, tokenizer, folder, arguments.rounds)
     print("\n".join(lines))
     if arguments.output:
         arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

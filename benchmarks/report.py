@@ -20,13 +20,12 @@ FIGURE = "figures/beside-transformers"
 
 @dataclass(frozen=True)
 class Measured:
-    """The rows of a part, the date and load of their measurement, and whether --short was given."""
+    """The rows of a part, and the date and load of their measurement."""
 
     part: str
     date: str
     load: float
     rows: list[Row]
-    short: bool = False
 
 
 def number(value: float) -> str:
@@ -87,8 +86,6 @@ def section(
         "medians. A ratio above 1 means that ours is faster, also in rows of seconds.",
         "",
     ]
-    if short := [part.part for part in parts if part.short]:
-        lines += [f"Measured with --short, for a first impression only: {', '.join(short)}.", ""]
     if absent := list(missing):
         lines += [f"Not measured yet: {', '.join(absent)}.", ""]
     if rows:
@@ -115,29 +112,26 @@ def table(rows: list[Row]) -> list[str]:
     return ["| what | measured |", "|---|---|", *measured]
 
 
-TITLES = {
-    "bf16": "bf16 on this processor, which has no instructions for it (one round)",
-    "settings": "The Trainer with other settings, in real tokens per second (one round)",
-}
+TITLES = {"settings": "The Trainer with other settings, in real tokens per second (one round)"}
 
 
-def write(page: Path, text: str, begin: str = BEGIN) -> None:
-    """Replace the section of an existing page that starts with the mark `begin`, or start a page
-    with it. Raises BadInput if the page lacks the marks."""
+def write(page: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
+    """Replace the section of an existing page from the mark `begin` to the mark `end`, or start a
+    page with it; `text` holds both marks. Raises BadInput if the page lacks them."""
     if not page.exists():
         page.write_text(f"# Benchmarks\n\n{text}\n", encoding="utf-8")
         return
-    check_marks(page, begin)
-    old = page.read_text(encoding="utf-8")
-    before, after = old.split(begin)[0], old.split(END, 1)[1]
+    check_marks(page, begin, end)
+    before, old = page.read_text(encoding="utf-8").split(begin, 1)
+    after = old.split(end, 1)[1]
     page.write_text(f"{before}{text}{after}", encoding="utf-8")
 
 
-def check_marks(page: Path, begin: str) -> None:
-    """Raise BadInput if a page lacks the marks of the section that starts with `begin`."""
+def check_marks(page: Path, begin: str = BEGIN, end: str = END) -> None:
+    """Raise BadInput if a page lacks the marks `begin` and `end`, in this order."""
     text = page.read_text(encoding="utf-8") if page.is_file() else ""
-    if begin not in text or END not in text:
-        raise BadInput(f"{page} has no place for the table; add the lines {begin} and {END} to it")
+    if end not in text.partition(begin)[2]:
+        raise BadInput(f"{page} has no place for the table; add the lines {begin} and {end} to it")
 
 
 def drawable(rows: list[Row]) -> list[Row]:

@@ -2,9 +2,8 @@
 
     python -m benchmarks.run --data DIR                     # all parts; prints the table
     python -m benchmarks.run --data DIR --output docs       # and writes it
-    python -m benchmarks.run mixed tasks --data DIR --rounds 1 --short
+    python -m benchmarks.run mixed tasks --data DIR --rounds 1
     python -m benchmarks.run --quick                        # smoke test: tiny model, random data
-    python -m benchmarks.run mixed --data DIR --ours batch.accumulate=2
 
 DIR holds english_wikipedia/train.txt, vocabs/bert-base-uncased.vocab.txt, glue/MRPC and glue/CoLA.
 
@@ -24,12 +23,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks import machine, parts, prepare, report
-from benchmarks.bench import FULL, QUICK, SHORT, Bench, Row, cores, require_peers, say
+from benchmarks.bench import FULL, QUICK, Bench, Row, cores, require_peers, say
 from benchmarks.quick import make_data
 from benchmarks.report import Measured
 from xformer.data.arguments import CommandParser, whole_number
 from xformer.data.errors import BadInput
-from xformer.data.files import write_json
+from xformer.data.files import read_json, write_json
 from xformer.start import run
 
 TABLE: dict[str, Callable[[Bench], list[Row]]] = {
@@ -41,12 +40,11 @@ TABLE: dict[str, Callable[[Bench], list[Row]]] = {
     "batches": parts.batches,
     "start": parts.start,
 }
-FOOTNOTES: dict[str, Callable[[Bench], list[Row]]] = {
-    "bf16": parts.bf16,
-    "settings": parts.settings,
-}
+FOOTNOTES: dict[str, Callable[[Bench], list[Row]]] = {"settings": parts.settings}
 # also measured in bf16 if the processor has bf16 instructions
 IN_BF16 = ("mixed", "full", "tasks", "evaluation", "whole", "settings")
+# the page of a run with --quick starts with this
+MADE_UP = "A smoke test with --quick, whose numbers mean nothing, on "
 
 
 def main() -> None:
@@ -56,22 +54,15 @@ def main() -> None:
         folder = Path(place)
         if arguments.quick:
             arguments.data = make_data(folder / "data")
-        size = QUICK if arguments.quick else SHORT if arguments.short else FULL
-        threads = 1 if arguments.quick else cores()
-        bench = Bench(
-            arguments.data.resolve(),
-            folder,
-            size,
-            arguments.rounds,
-            threads=threads,
-            ours=tuple(arguments.ours),
-        )
+        size, threads = (QUICK, 1) if arguments.quick else (FULL, cores())
+        bench = Bench(arguments.data.resolve(), folder, size, arguments.rounds, threads=threads)
         page = arguments.output / "benchmarks.json" if arguments.output else folder / "page.json"
-        setup = {"machine": machine.words(), "versions": machine.versions()}
+        about = f"{MADE_UP if arguments.quick else ''}{machine.words()}"
+        setup = {"machine": about, "versions": machine.versions()}
         kept = _kept(page, setup) if arguments.parts else []
         new = []
-        for name in arguments.parts or _all_parts():
-            new.append(replace(measure(name, bench), short=arguments.short))
+        for name in arguments.parts or [*TABLE, *FOOTNOTES]:
+            new.append(measure(name, bench))
             kept = [*(part for part in kept if part.part != name), new[-1]]
             _write(page, setup, kept)  # so an interrupted run keeps its finished parts
         print("\n".join([*report.HEAD, *(report.line(row) for part in new for row in part.rows)]))
@@ -92,7 +83,19 @@ def _arguments() -> argparse.Namespace:
     for folder in (arguments.output, arguments.scratch):
         if folder is not None and not folder.is_dir():
             raise BadInput(f"{folder} is not a directory; create it first")
+    if arguments.output:
+        _check_output(arguments.output, arguments.quick)
     return arguments
+
+
+def _check_output(folder: Path, quick: bool) -> None:
+    """Raise BadInput if the page has no place for the table, or has measured rows that `--quick`
+    would replace."""
+    page, rows = folder / "benchmarks.md", folder / "benchmarks.json"
+    if page.exists():
+        report.check_marks(page)
+    if quick and rows.is_file() and not read_json(rows)["machine"].startswith(MADE_UP):
+        raise BadInput(f"{rows} has measured rows, which --quick would replace; change --output")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -130,24 +133,11 @@ def _parser() -> argparse.ArgumentParser:
         help="The working directory; the part start needs 11 GB (default: a temporary directory).",
     )
     parser.add_argument(
-        "--ours",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="A further setting of our train.py; can be repeated.",
-    )
-    parser.add_argument("--short", action="store_true", help="Fewer steps, for a first impression.")
-    parser.add_argument(
         "--quick",
         action="store_true",
         help="A smoke test with random data and a tiny model. Its numbers mean nothing.",
     )
     return parser
-
-
-def _all_parts() -> list[str]:
-    extra = ["settings"] if machine.has_bf16() else ["settings", "bf16"]
-    return [*TABLE, *extra]
 
 
 def measure(name: str, bench: Bench) -> Measured:
@@ -167,7 +157,7 @@ def measure(name: str, bench: Bench) -> Measured:
 def _kept(page: Path, setup: dict[str, str]) -> list[Measured]:
     """The parts that an earlier run measured."""
     return [
-        Measured(**{**part, "rows": [Row(**row) for row in part["rows"]]})
+        Measured(part["part"], part["date"], part["load"], [Row(**row) for row in part["rows"]])
         for part in machine.earlier(page, setup)
     ]
 
@@ -181,8 +171,6 @@ def _write(page: Path, setup: dict[str, str], measured: list[Measured]) -> None:
     )
     done = {part.part for part in measured}
     missing = [name for name in (*TABLE, *FOOTNOTES) if name not in done]
-    if machine.has_bf16() and "bf16" in missing:  # the table itself has it
-        missing.remove("bf16")
     text = report.section(**setup, measured=table, footnotes=footnotes, missing=missing)
     rows = [row for part in table for row in part.rows]
     if report.drawable(rows):

@@ -1,7 +1,7 @@
 """The derived tables of docs/scaling.md: what models, nodes and the papers' grids cost.
 
-    python benchmarks/scaling.py --output docs/scaling.md    # replaces the text between the markers
-    python benchmarks/scaling.py                             # prints the tables
+    python -m benchmarks.scaling --output docs/scaling.md    # replaces the text between the markers
+    python -m benchmarks.scaling                             # prints the tables
 
 Nothing is timed here. Operations follow from shapes (xformer/cost.py). Seconds follow from the
 operations, the peaks that the makers state, and the shares of the peak that are assumed below.
@@ -9,20 +9,22 @@ operations, the peaks that the makers state, and the shares of the peak that are
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks import report
 from xformer import cost
+from xformer.data.arguments import CommandParser
 from xformer.data.batch import Workload
 from xformer.model.config import ModelConfig
+from xformer.start import run
 from xformer.tasks.classify import Classify
 from xformer.tasks.mlm import MLM
 from xformer.tasks.span import Span
 from xformer.tasks.task import Head
 
-BEGIN, END = "<!-- begin: python benchmarks/scaling.py -->", "<!-- end -->"
+BEGIN, END = "<!-- begin: python -m benchmarks.scaling -->", "<!-- end -->"
 MASKING = 0.15
 MASKED, SPANS = MLM(Head("mlm")), Span(Head("span"))
 CLASSES = Classify(Head("classify", ("no", "yes")))
@@ -389,23 +391,18 @@ def text() -> str:
     return "\n".join("\n".join([f"### {title}", "", *lines, ""]) for title, lines in sections)
 
 
-def filled(page: str) -> str:
-    """The page with new tables between the markers."""
-    begin, end = page.index(BEGIN) + len(BEGIN), page.index(END)
-    return f"{page[:begin]}\n\n{text()}\n{page[end:]}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The derived tables of docs/scaling.md.")
+    about = "The derived tables of docs/scaling.md."
+    parser = CommandParser(prog="python -m benchmarks.scaling", description=about)
     words = "Replace the text between the markers of this page (default: print the tables)."
     parser.add_argument("--output", type=Path, metavar="FILE", help=words)
-    arguments = parser.parse_args()
-    if arguments.output is None:
+    page = parser.parse_args().output
+    if page is None:
         print(text())
     else:
-        page = arguments.output.read_text(encoding="utf-8")
-        arguments.output.write_text(filled(page), encoding="utf-8")
+        report.check_marks(page, BEGIN, END)
+        report.write(page, f"{BEGIN}\n\n{text()}\n{END}", BEGIN, END)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

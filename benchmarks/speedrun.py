@@ -49,6 +49,8 @@ TEXTS = {  # the raw texts of each store
 }
 BERT, FAST = ROOT / "benchmarks/bert.toml", ROOT / "recipes/pretrain/micro-fast.toml"
 BEGIN = "<!-- written by benchmarks.speedrun -->"
+# what --ours can change for the Trainer: these and model.*
+OF_TRAINER = ("batch.tokens", "optim.lr", "optim.warmup", "optim.weight_decay", "train.steps")
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def store(bench: Bench, name: str) -> Store:
             str(path),
         ]
         rows = ["--skip-lines", prepare.FOOTNOTE, "--max-tokens", str(bench.size.length - 4)]
-        command(bench, ["preprocess.py", "text", *files, "--tokenizer", "micro/english", *rows])
+        line = ["preprocess.py", "text", *files, "--tokenizer", "micro/english", *rows]
+        command(line, bench.threads)
     return open_store(path)
 
 
@@ -93,7 +96,7 @@ def settings(bench: Bench, recipe: Path, seed: int) -> list[str]:
 def ours(bench: Bench, recipe: Path, seed: int) -> tuple[Path, float]:
     """(checkpoint, seconds) of train.py."""
     out = fresh(bench.folder / "run")
-    return out, command(bench, ["train.py", *settings(bench, recipe, seed)]).seconds
+    return out, command(["train.py", *settings(bench, recipe, seed)], bench.threads).seconds
 
 
 def theirs(bench: Bench, recipe: Path, seed: int) -> tuple[Path, float]:
@@ -255,7 +258,8 @@ def _arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="A further setting of every contender; can be repeated.",
+        help="A further setting of every contender; can be repeated. The contender trainer takes "
+        f"only model.* and {', '.join(OF_TRAINER)}.",
     )
     arguments = parser.parse_args()
     wanted = [text for texts in TEXTS.values() for text in texts]
@@ -270,6 +274,13 @@ def _arguments() -> argparse.Namespace:
         report.check_marks(arguments.output / "speedrun.md", BEGIN)
     if "trainer" in arguments.only:
         require_peers()
+        for setting in arguments.ours:
+            if not setting.startswith(("model.", *(f"{key}=" for key in OF_TRAINER))):
+                others = ", ".join(("model.*", *OF_TRAINER))
+                raise BadInput(
+                    f"--ours {setting} does not reach the contender trainer; give one of {others}, "
+                    "or leave it out with --only bert fast"
+                )
     return arguments
 
 

@@ -101,7 +101,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Counting(Case):
-    """The optimizer counts its steps on the device, where the host reads them for each weight."""
+    """An optimizer that counts its steps on the device, so that the host must read the count for
+    each weight."""
 
     def trainer(self, device: str = "cuda", *more: str) -> bare.Trainer:
         trainer = super().trainer(device, *more)

@@ -14,7 +14,6 @@ round.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -23,7 +22,9 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.bench import ROOT
+from xformer.data.arguments import CommandParser, whole_number
 from xformer.data.errors import Failure
+from xformer.monitor import events
 from xformer.start import SPINS, WAITING, run
 
 DEFAULT = 300_000  # the default of libgomp
@@ -31,32 +32,32 @@ SKIP = 2  # the first lines of a log, which include the start
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = CommandParser(
+        prog="python -m benchmarks.waiting",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     spins = [DEFAULT, int(SPINS), 0]
     parser.add_argument(
         "--spins",
-        type=int,
+        type=whole_number(0),
         nargs="+",
         default=spins,
         help="turns before a thread sleeps, one number for each contestant (default: %(default)s)",
     )
     parser.add_argument(
         "--rounds",
-        type=int,
+        type=whole_number(1),
         default=3,
         help="how often each contestant runs (default: %(default)s)",
     )
-    parser.add_argument(
-        "--steps", type=int, default=400, help="steps of a run (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--layers", type=int, default=2, help="layers of the model (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--hidden", type=int, default=64, help="hidden size of the model (default: %(default)s)"
-    )
+    for name, least, default, about in (
+        ("--steps", SKIP + 1, 400, "steps of a run"),
+        ("--layers", 1, 2, "layers of the model"),
+        ("--hidden", 1, 64, "hidden size of the model"),
+    ):
+        about += " (default: %(default)s)"
+        parser.add_argument(name, type=whole_number(least), default=default, help=about)
     arguments = parser.parse_args()
     alone: dict[int, list[float]] = {number: [] for number in arguments.spins}
     both: dict[int, list[float]] = {number: [] for number in arguments.spins}
@@ -100,7 +101,7 @@ def train(runs: int, spins: int, folder: Path, arguments: argparse.Namespace) ->
         "data": folder / "store",
         "model.layers": arguments.layers,
         "model.hidden": hidden,
-        "model.heads": hidden // 32,
+        "model.heads": max(1, hidden // 32),
         "model.intermediate": 4 * hidden,
         "train.steps": arguments.steps,
         "train.validate_every": arguments.steps,
@@ -113,21 +114,20 @@ def train(runs: int, spins: int, folder: Path, arguments: argparse.Namespace) ->
     line = [sys.executable, "train.py", "recipes/pretrain/smoke.toml"]
     line += [f"{key}={value}" for key, value in settings.items()]
     paths = [folder / f"run-{i}" for i in range(runs)]
-    quiet = subprocess.DEVNULL
+    kept = subprocess.PIPE
     started = [
-        subprocess.Popen([*line, f"run={path}"], cwd=ROOT, env=environment, stderr=quiet)
+        subprocess.Popen([*line, f"run={path}"], cwd=ROOT, env=environment, stderr=kept, text=True)
         for path in paths
     ]
-    if any(process.wait() for process in started):
-        raise Failure(f"a run failed: {' '.join(line)} run={paths[0]}")
+    for process, said in [(process, process.communicate()[1]) for process in started]:
+        if process.returncode:
+            raise Failure(f"a run failed, {' '.join(line)}: {said.strip().splitlines()[-1]}")
     return sum(map(speed, paths)) / runs
 
 
 def speed(path: Path) -> float:
     """Real tokens a second of a run: the median over the lines of its log."""
-    records = map(json.loads, (path / "log.jsonl").read_text().splitlines())
-    values = [r["real_tokens_per_second"] for r in records if r["event"] == "train"]
-    return median(values[SKIP:])
+    return median(line["real_tokens_per_second"] for line in events(path, "train")[SKIP:])
 
 
 if __name__ == "__main__":

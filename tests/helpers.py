@@ -120,7 +120,8 @@ def kept_as_scored(run: Path) -> None:
 
 
 def resamples_as_scored(predictions: Any) -> None:
-    """Check the metrics that can be resampled: if each example counts once, they are the scores."""
+    """Check the metrics that can be resampled: with a weight of 1 for each example, they must equal
+    the scores."""
     without = ("loss", "perplexity", "entity_f1", "pair_", "best_", "answerable_", "unanswerable_")
     for name, score in predictions.metrics().items():
         weighted = predictions.task.weighted(predictions, name)

@@ -3,8 +3,11 @@ tables show what was measured.
 """
 
 import json
+import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,24 @@ from helpers import Forks, command, good
 from tiny import padded
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import bench, ceiling, ours, prepare, report, run
+from benchmarks import (
+    bench,
+    ceiling,
+    every_dataset,
+    ours,
+    prepare,
+    preprocess,
+    report,
+    run,
+    waiting,
+)
 from benchmarks.bench import QUICK, Bench, Ended, Row
 from benchmarks.machine import has_bf16
 from benchmarks.quick import make_data
 from benchmarks.report import Measured
 from xformer import checkpoint as checkpoints
 from xformer.data.batch import Batch
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json
 from xformer.data.sampler import Samples
 from xformer.data.store import open_store
@@ -45,7 +58,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def forked(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs train.py as a fork instead of a new process."""
 
-    def quickly(bench: Bench, arguments: list[str], threads: int = 0) -> Ended:
+    def quickly(arguments: list[str], threads: int) -> Ended:
         return Ended(good(forks.run(*arguments)).out, 1.0, 0.0, 0.1)
 
     monkeypatch.setattr(ours, "command", quickly)
@@ -228,10 +241,11 @@ def test_the_page_keeps_the_text_outside_the_marks(tmp_path: Path) -> None:
     assert written.endswith("\n\nafter\n")
     assert "old" not in written
     assert "Furthest from its target: a step, compared with others, at 50% of it." in written
-    page.write_text("nothing of ours\n")
-    with pytest.raises(BadInput, match="no place for the table"):
-        report.write(page, text)
-    assert page.read_text() == "nothing of ours\n"
+    for wrong in ("nothing of ours\n", f"{report.END}\n{report.BEGIN}\n"):
+        page.write_text(wrong)
+        with pytest.raises(BadInput, match="no place for the table"):
+            report.write(page, text)
+        assert page.read_text() == wrong
 
 
 def test_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -250,8 +264,70 @@ def test_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "unknown part 'mixde'; the parts are mixed, full" in refused("mixde", "--quick")
     assert "--rounds: 0 is not allowed; it must be at" in refused("--quick", "--rounds", "0")
     assert "is not a directory" in refused("--quick", "--output", str(tmp_path / "absent"))
+    quick = ("--quick", "--output", str(tmp_path))
+    (tmp_path / "benchmarks.json").write_text('{"machine": "2 cores of an A", "measured": []}')
+    assert "has measured rows, which --quick would replace; change --output" in refused(*quick)
+    (tmp_path / "benchmarks.md").write_text("nothing of ours\n")
+    assert "benchmarks.md has no place for the table" in refused(*quick)
     monkeypatch.setattr(bench, "find_spec", lambda name: None if name == "accelerate" else True)
     assert "accelerate not installed: pip install -e '.[bench]'" in refused("--quick")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("scaling --output PAGE", "has no place for the table"),
+        ("goals --output PAGE", "has no place for the table"),
+        ("launches -v", "unrecognized arguments: -v"),
+        ("compare . . --only exact --recipes pretrain", "--only exact does not compare pretrain"),
+        ("waiting --rounds 0", "--rounds: 0 is not allowed; it must be at least 1"),
+        ("waiting --steps 2", "--steps: 2 is not allowed; it must be at least 3"),
+        ("analysis --rounds 0", "--rounds: 0 is not allowed; it must be at least 1"),
+        ("preprocess --rounds 0", "--rounds: 0 is not allowed; it must be at least 1"),
+    ],
+)
+def test_each_benchmark_refuses_bad_arguments(
+    line: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before it measures anything."""
+    (tmp_path / "page.md").write_text("nothing of ours\n")
+    name, *words = line.replace("PAGE", str(tmp_path / "page.md")).split()
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    with pytest.raises(BadInput, match=message):
+        import_module(f"benchmarks.{name}").main()
+
+
+def test_a_command_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(Failure, match=r"^false ended with status 1$"):
+        preprocess.timed(["false"])
+    code, start = "import sys; sys.exit(f'bad: {sys.argv}')", subprocess.Popen
+    monkeypatch.setattr(
+        subprocess,
+        "Popen",
+        lambda line, **given: start([sys.executable, "-c", code, *line[1:]], **given),
+    )
+    settings = Namespace(layers=1, hidden=16, steps=3)
+    with pytest.raises(Failure, match=r": bad: .*'model\.heads=1'"):
+        waiting.train(1, 0, tmp_path, settings)
+
+
+def test_missing_data_sets_are_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    small = every_dataset.Entry("small", "synthetic uniform --tokens 2000 --vocab-size 99")
+    for name, entries in (
+        ("TASKS", every_dataset.TASKS[:1]),
+        ("CORPORA", []),
+        ("SYNTHETIC", [small]),
+    ):
+        monkeypatch.setattr(every_dataset, name, entries)
+    monkeypatch.setattr(every_dataset, "TOKENIZERS", {"uncased": "--from DATA/vocab.txt"})
+    page = tmp_path / "data.md"
+    monkeypatch.setattr(sys, "argv", ["every_dataset", str(tmp_path), "--output", str(page)])
+    with pytest.raises(Failure, match="1 data sets are left out"):
+        every_dataset.main()
+    text = page.read_text()
+    assert "| small |" in text
+    assert "## Left out\n\n- GLUE CoLA: " in text
+    assert str(tmp_path) not in text
 
 
 def test_rows_of_another_machine_are_not_mixed_in(tmp_path: Path) -> None:
@@ -281,6 +357,7 @@ def test_a_quick_run_writes_its_table(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [row.target for row in rows] == [*mixed, 8.0, None, 1.05]
     assert all(value > 0 for row in rows[: len(mixed)] for value in (*row.ours, *row.theirs))
     page = (tmp_path / "benchmarks.md").read_text()
+    assert run.MADE_UP in page
     assert all(report.line(row) in page for row in rows)
     assert all(report.line(row) in done.out for row in rows[: len(mixed)])
     for ending in ("svg", "png"):

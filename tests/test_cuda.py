@@ -156,6 +156,17 @@ def test_the_first_hour_measures_beside_transformers(monkeypatch: pytest.MonkeyP
     assert theirs.note.startswith("ours is ")
 
 
+def test_the_first_hour_compares_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no way of ours can be compiled, the row of transformers has no ratio."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(bare.Trainer, "compile", lambda *_: "compiling fails")
+    *ours, theirs = first_hour.speed_of("MiniLM")(True)
+    assert {row.value for row in ours} == {"not run"}
+    assert theirs.value.endswith("tokens/s")
+    assert theirs.note.endswith("GiB")
+    assert "times as fast" not in theirs.note
+
+
 @pytest.mark.slow
 def test_the_first_hour_finds_wrong_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler whose results are off by half."""

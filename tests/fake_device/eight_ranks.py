@@ -1,4 +1,4 @@
-"""Training steps of each of eight ranks, without the other seven and without a GPU.
+"""Training steps of the first two or three of eight ranks, without the others and without a GPU.
 
     benchmarks.fake_cuda.start("fake_device.eight_ranks", FOLDER)
 
