@@ -106,12 +106,14 @@ def evaluate(
 def batches(store: str, init: str, batch: list[str], count: int) -> Took:
     """Real tokens a second of the training loop's feed, with masking, in one process. The pages of
     the store are in memory."""
+    warm_up = count // 10 + 1
     keys = [str(ROOT / RECIPES["mlm"]), f"data={store}", "run=none", f"init={init}", *batch]
+    keys.append(f"train.steps={warm_up + count}")
     job = prepare(load(Recipe, keys), processes.Ranks(0, 1, torch.device("cpu")))
     feed, tokens, position = job.feed(), 0, 0
     job.store.verify_in_background(lambda damage: None).join()  # reads every page
-    for number in range(count + count // 10 + 1):
-        if number == count // 10 + 1:
+    for number in range(warm_up + count):
+        if number == warm_up:
             started, tokens = time.perf_counter(), 0
         step = feed.take(position)
         position = step.end

@@ -106,6 +106,7 @@ class Stream:
 
     def take(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The examples, epochs and sizes of the step that begins at sample `position` < `end`."""
+        assert position < self.end, f"sample {position} lies beyond the end of the run"
         count = max(min(self.ahead, self.samples.per_epoch), self.per_step + 1)
         while True:
             first, seen = position - self.first, len(self.rows)
