@@ -140,7 +140,8 @@ def spans(arrays: dict[str, np.ndarray], questions: dict, threshold: float | Non
     if threshold is None:
         threshold = np.inf if all(right) else 0.0
     chosen = [text if m <= threshold else "" for text, m in zip(answers, margin, strict=True)]
-    again = {"loss": arrays["loss"].astype(float).mean(), **squad(chosen, right)}
+    loss = arrays["loss"][np.isin(group, known)].astype(float).mean()
+    again = {"loss": loss, **squad(chosen, right)}
     return again if all(right) else again | best_threshold(answers, right, margin)
 
 

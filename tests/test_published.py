@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "not SentencePiece": ({"spiece.model": b"\x99nonsense"}, "is not a SentencePiece model"),
     "empty": ({"spiece.model": b""}, "spiece.model is not a SentencePiece model"),
-    "no tokenizer": ({"tokenizer.json": []}, "is not BERT's WordPiece, RoBERTa's byte-level BPE"),
+    "no tokenizer": ({"tokenizer.json": []}, "is not BERT's WordPiece, RoBERTa's or"),
     "other rules": ({"tokenizer.json": fast(normalizer={"type": "NFC"})}, "is not BERT's"),
     "no cleaning": ({"tokenizer.json": fast(normalizer={"clean_text": False})}, "is not BERT's"),
     "other words": ({"tokenizer.json": fast(pre_tokenizer={"type": "Whitespace"})}, "is not"),
@@ -182,10 +182,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "'covid' was added to the vocabulary with the id 12; only special tokens and then words",
     ),
     "a JSON gap": ({"tokenizer.json": fast(model={"vocab": {"a": 1}})}, "none has the id 0"),
-    "other replacements": ({"tokenizer.json": unigram().replace("``", "~~")}, "ALBERT's unigram"),
+    "other replacements": (
+        {"tokenizer.json": unigram().replace("``", "~~")},
+        "unigram model of ALBERT",
+    ),
     "no prefix": (
         {"tokenizer.json": unigram().replace('fix_space": true', 'fix_space": false')},
-        "ALBERT's unigram",
+        "unigram model of ALBERT",
     ),
     "other specials": ({"tokenizer.json": unigram().replace("<unk>", "<u>")}, "id 1 is not <unk>"),
     "options not a table": (

@@ -12,6 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from xformer.checkpoint import Checkpoint, Distribution, initialise
+from xformer.data.display import many
 from xformer.data.errors import BadInput
 from xformer.model.config import ModelConfig
 from xformer.surgery.random_values import refuse_cnn, reinitialise, replace_weights
@@ -225,8 +226,8 @@ def _with_layers(checkpoint: Checkpoint, order: Sequence[int]) -> Checkpoint:
     head = checkpoint.head
     if head is not None and head.layer is not None and head.layer > len(order):
         raise BadInput(
-            f"the head is a probe of layer {head.layer}, but the result has {len(order)} layers; "
-            "operate on the checkpoint without the head"
+            f"the head is a probe of layer {head.layer}, but the result has "
+            f"{many(len(order), 'layer')}; operate on the checkpoint without the head"
         )
     config = checkpoint.config.model_copy(update={"layers": len(order)})
     return replace(checkpoint, config=config, weights=weights)
