@@ -118,9 +118,8 @@ def gradient(
     """The loss and the gradient of all weights, as one fp64 vector on the CPU."""
     ranks, batch = Ranks(0, 1, torch.device(device)), batch.to(device)
     replicas = Replicas(model.to(device), ranks, lambda: batch, precision, graphs)
-    for _ in range(
-        3 if graphs else 1
-    ):  # first without a graph, then recorded and replayed, then only replayed
+    # with graphs: first without a graph, then recorded and replayed, then only replayed
+    for _ in range(3 if graphs else 1):
         model.zero_grad()
         loss = replicas.learn(batch, 0, 1)
     parts = [loss.total, *(w.grad for w in model.parameters() if w.grad is not None)]

@@ -231,7 +231,7 @@ def test_a_data_set_comes_whole_and_once(
     assert (target / "nested").read_bytes() == inner
     assert (target / "In" / "a").read_bytes() == b"two\n" * 500
     assert f"{url}: {len(body):,} bytes, SHA-256 as in the catalogue" in first.out
-    assert f"it arrived with {sha(b'beside' + bytes([10]))}" in first.out
+    assert f"the file has {sha(b'beside' + bytes([10]))}" in first.out
     assert "licence: CC0\ncite: Someone 2020\n" in first.out
     assert f"next: python preprocess.py text --input {target}/a.txt\n" in first.out
     record = json.loads((target / "SOURCE.json").read_text())

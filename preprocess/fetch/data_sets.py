@@ -216,7 +216,7 @@ def _trust(file: File, first: dict[str, str], checksum: str) -> str:
         return "SHA-256 as in the catalogue"
     if first:
         return f"SHA-256 as first seen {first['date']}"
-    return f"the catalogue has no SHA-256 for this file; it arrived with {checksum}"
+    return f"the catalogue has no SHA-256 for this file; the file has {checksum}"
 
 
 def _contents(directory: Path) -> dict[str, dict[str, Any]]:

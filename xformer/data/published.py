@@ -146,7 +146,7 @@ class _Source:
             return self._added()
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise BadInput(
-                f"{self.file}: the added tokens in its files are damaged: {error!r}"
+                f"{self.file}: it or a file beside it lists damaged added tokens: {error!r}"
             ) from None
 
     def _added(self) -> dict[str, dict[str, Any]]:
