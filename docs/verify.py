@@ -6,8 +6,10 @@ the predictions. Only numpy, scipy and scikit-learn are needed. docs/formats.md 
 
 A line says for each number whether it agrees, also for the words that a page prints of a claim. The
 scores in a *.results.csv share a line. A verdict differs if the numbers of its claim rule it out.
-"undecided" is never ruled out, because a run at chance or a planned extension leads to it too. The
-exit status is 1 if something differs, and 2 if the directory has no kept results.
+"undecided" is never ruled out, because a run at chance or a planned extension leads to it too. What
+needs weights is not repeated: claims about analyses and training losses are computed again from the
+numbers that were measured. The exit status is 1 if something differs, and 2
+if the directory has no kept results.
 """
 
 import csv
@@ -325,6 +327,7 @@ def of_zip(path: Path, known: dict[tuple[str, ...], float]) -> list[str]:
     with zipfile.ZipFile(path) as file:
         if (key := file.read("key").decode().strip()) != path.stem:
             words.append(say(DIFFERS, f"{path.name} holds the results of {key}"))
+        known |= {(path.stem, *of): value for of, value in measured(file).items()}
         is_run = "config.json" in file.namelist()  # else the result of a command
         published = json.loads(file.read("result.json"))["metrics"] if is_run else {}
         for split in published:
@@ -339,6 +342,20 @@ def of_zip(path: Path, known: dict[tuple[str, ...], float]) -> list[str]:
                 else:
                     words.append(say(UNKNOWN, f"{title}: {value:.6g}"))
     return words
+
+
+def measured(file: zipfile.ZipFile) -> dict[tuple[str, str], float]:
+    """The numbers of a kept job that no predictions give, by group and name: all of an analysis,
+    and of a run the last line of its training."""
+    names = file.namelist()
+    if "log.jsonl" in names:
+        lines = [json.loads(line) for line in file.read("log.jsonl").splitlines()]
+        trained = [line for line in lines if line["event"] == "train"]
+        groups = {"train": trained[-1]} if trained else {}
+    else:
+        result = [name for name in names if name.endswith(".json")]
+        groups = json.loads(file.read(result[0])).get("metrics", {}) if result else {}
+    return {(group, name): value for group in groups for name, value in groups[group].items()}
 
 
 def read(

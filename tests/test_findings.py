@@ -1,5 +1,5 @@
-"""docs/findings.md: its overview comes from the kept results and from its own tables, every study
-in it says what is kept, and the kept results are whole and small.
+"""docs/findings.md: its overview and its scores come from the kept results, and these are whole
+and small.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +22,51 @@ PAGE = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
 
 def overview(text: str) -> list[list[str]]:
     table = text.split(script("overview").BEGIN)[1].split(script("overview").END)[0]
-    rows = [line.strip("|").split("|") for line in table.strip().splitlines()]
+    rows = [line.strip("|").split("|") for line in re.findall(r"^\|.*", table, re.MULTILINE)]
     return [[cell.strip() for cell in row] for row in rows]
 
 
-def test_the_overview_is_of_the_present_results_and_tables() -> None:
+def sections(text: str) -> Iterator[tuple[str, str]]:
+    """The study and the text of each section of the page that begins with the name of a study."""
+    for section in re.split(r"\n###? ", text)[1:]:
+        if named := re.search(r"\n\n(?:The study )?`([\w-]+)`", section):
+            yield named[1], section
+
+
+def kept_scores(study: str) -> set[tuple[str, ...]]:
+    """The scores of all seeds of each cell of a study, as the page shows them."""
+    cells: dict[tuple[str, ...], dict[str, float]] = {}
+    for path in (ROOT / "results").glob(f"{study}-*.results.csv"):
+        with path.open(encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                if row["state"] == "done" and row["value"]:
+                    seed, value = row.pop("seed"), float(row.pop("value"))
+                    cell = [v for k, v in row.items() if k not in ("run", "key", "seconds")]
+                    cells.setdefault((path.name, *cell), {})[seed] = value
+    points = [[f"{100 * value:.1f}" for value in cell.values()] for cell in cells.values()]
+    fractions = [[f"{value:.3f}" for value in cell.values()] for cell in cells.values()]
+    return {tuple(sorted(scores)) for scores in points + fractions}
+
+
+def test_the_overview_is_of_the_present_results() -> None:
     assert script("overview").page(PAGE) == PAGE, "write it anew: python docs/overview.py"
     verdicts = [row[1].strip("*") for row in overview(PAGE)[2:]]
     assert set(verdicts) == {"holds", "fails", "undecided"}
-    printed = [row[1].strip("*") for row in script("overview").rows_printed(PAGE)]
-    said = re.search(
-        r"Of the (\d+) claims in the sections below, (\d+) are undecided \((\d+) %\)", PAGE
-    )
-    assert said is not None
-    numbers = len(printed), printed.count("undecided")
-    assert tuple(map(int, said.groups())) == (*numbers, round(100 * numbers[1] / numbers[0]))
+    share = f"{verdicts.count('undecided')} of {len(verdicts)} claims are undecided ("
+    assert share in PAGE.split(script("overview").BEGIN)[1]
 
 
-def test_every_study_of_the_findings_says_what_is_kept() -> None:
-    studies = dict(script("overview").sections(PAGE))
-    for section in PAGE.split("\n## ")[1:]:
-        if (
-            re.search(r"^\|.*\d.*\|$", section, re.MULTILINE)
-            and script("overview").BEGIN not in section
-        ):
-            assert section in studies.values(), f"name the study: {section[:60]}"
-    kept = {row[-2].strip("`"): row[-1] for row in overview(PAGE)[2:]}
-    assert studies.keys() <= {name.rpartition("-")[0] for name in kept}  # without the scale
-    for study, result in kept.items():
-        path = ROOT / "results" / f"{study}.results.csv"
-        assert path.is_file() == (result != "none")
+def test_every_list_of_scores_is_kept() -> None:
+    checked = 0
+    for study, section in sections(PAGE):
+        kept = kept_scores(study)
+        assert kept, f"nothing is kept of {study}"
+        for line in re.findall(r"^\|.*\|$", section, re.MULTILINE):
+            shown = re.findall(r"-?\d+\.\d+(?:, -?\d+\.\d+)+", line)
+            wrong = [scores for scores in shown if tuple(sorted(scores.split(", "))) not in kept]
+            assert not wrong, f"{study}: {'; '.join(wrong)}"
+            checked += len(shown)
+    assert checked > 80
 
 
 def test_kept_results_are_whole_and_small() -> None:
@@ -66,7 +82,7 @@ def test_kept_results_are_whole_and_small() -> None:
         assert all((directory / f"{key}.zip").is_file() for key in keys), path
 
 
-def test_kept_claims_take_the_place_of_printed_ones(tmp_path: Path) -> None:
+def test_a_row_of_the_overview(tmp_path: Path) -> None:
     part: dict[str, Any] = {
         "text": "a is better",
         "part": "low",
@@ -79,17 +95,13 @@ def test_kept_claims_take_the_place_of_printed_ones(tmp_path: Path) -> None:
     path = tmp_path / "huang2021-heads-mini.claims.json"
     path.write_text(json.dumps({"claims": parts}))
     text = script("overview").page(PAGE, tmp_path)
-    first = "| a is better | **holds** | low +1.2 ± 0.5; high +4.0 | low -2.0 | 3 | 3.2 | "
-    first += "0123abc of 2026 | `huang2021-heads-mini` | results/huang2021-heads-mini.claims.json |"
-    assert first in text
-    assert sum("`huang2021-heads-mini`" in line for line in text.splitlines()) == 1
-    assert "a head of the last layer costs less than one of layer 2 |" in text  # in its section
+    row = "| a is better | **holds** | low +1.2 ± 0.5; high +4.0 | low -2.0 | 3 | 3.2 | "
+    assert row + "0123abc of 2026 | `huang2021-heads-mini` |" in text
+    assert "0 of 1 claims are undecided (0%)." in text
     del part["shown"]
     path.write_text(json.dumps({"claims": [part]}))
     with pytest.raises(ValueError, match="run the study huang2021-heads-mini again"):
         script("overview").page(PAGE, tmp_path)
-    with pytest.raises(ValueError, match="say in the section of onset how many seeds it has"):
-        list(script("overview").rows_printed("# Page\n## Onset\n\n`onset` has seeds\n"))
 
 
 def test_attention_to_the_matching_bracket(tmp_path: Path) -> None:

@@ -2116,7 +2116,8 @@ where.pair = "own"
     assert plan_of(file, tmp_path, data=str(data)).runs("look")[0].key != job.key
     finish(plan, lambda **levels: 0.5)
     job.path.mkdir()
-    job.proof.write_text(json.dumps({"metrics": {"last": {"pwcca": 0.5}}}))
+    made = f"xformer.analysis pwcca {pretrained.path} out={job.path}"
+    job.proof.write_text(json.dumps({"metrics": {"last": {"pwcca": 0.5}}, "made": made}))
     results = Results(plan)
     assert "What was drawn" not in html_of(results, {}, tmp_path)
     svg = "<svg><script>alert(1)</script></svg>"
@@ -2127,6 +2128,10 @@ where.pair = "own"
     assert "alert(1)" not in shown
     assert shown.count("data:image/svg+xml;base64,") == 2
     assert "![What was drawn](look.svg)" in markdown_of(results)
+    Ledger(tmp_path / "kept", plan).keep(job, again=False)
+    kept = json.loads(zipfile.ZipFile(tmp_path / f"kept/{job.key}.zip").read("pwcca.json"))
+    names = f"OUTPUT/runs/{pretrained.key} out=OUTPUT/runs/{job.key}"
+    assert kept["made"] == f"xformer.analysis pwcca {names}"  # without this machine's directories
 
 
 @pytest.mark.slow

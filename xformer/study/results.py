@@ -602,20 +602,21 @@ class Ledger:
             members[WEIGHTS] = line
         if job.recipe is None:
             members[ENDED] = f"{job.proof.stat().st_mtime:.0f}\n".encode()
-        if CONFIG in members:
-            self._forget_places(members)
+        told = CONFIG if job.recipe is not None else job.proof.relative_to(job.path).as_posix()
+        if told in members:
+            self._forget_places(members, told)
         return {**members, KEY: f"{job.key}\n".encode()}
 
-    def _forget_places(self, members: dict[str, bytes]) -> None:
-        """Replace the directories of this machine in config.json by the names OUTPUT and XFORMER,
-        and put the new checksum of config.json into the manifest."""
-        text = members[CONFIG].decode()
+    def _forget_places(self, members: dict[str, bytes], told: str) -> None:
+        """Replace the directories of this machine in the settings of a run, or in the result of a
+        command, by the names OUTPUT and XFORMER. The manifest of a run gets the new checksum."""
+        text = members[told].decode()
         for place, name in ((self.plan.root.absolute(), "OUTPUT"), (provenance.ROOT, "XFORMER")):
             text = text.replace(f"{json.dumps(str(place))[1:-1]}/", f"{name}/")
-        members[CONFIG] = text.encode()
+        members[told] = text.encode()
         if RUN_MANIFEST in members:
             manifest = json.loads(members[RUN_MANIFEST])
-            manifest["sha256"][CONFIG] = sha256(members[CONFIG]).hexdigest()
+            manifest["sha256"][told] = sha256(members[told]).hexdigest()
             members[RUN_MANIFEST] = json_text(manifest).encode()
 
 
