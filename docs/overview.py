@@ -44,6 +44,8 @@ def page(text: str, directory: Path = KEPT) -> str:
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     rows = list(rows_kept(directory))
+    if not rows:
+        raise ValueError(f"{directory} holds no *.{CLAIMS}")
     lines = [HEADERS, ["---"] * len(HEADERS), *rows]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     undecided = sum(verdict == "undecided" for _, verdict, *_ in rows)

@@ -8,8 +8,8 @@ A line says for each number whether it agrees, also for the words that a page pr
 scores in a *.results.csv share a line. A verdict differs if the numbers of its claim rule it out.
 "undecided" is never ruled out, because a run at chance or a planned extension leads to it too. What
 needs weights is not repeated: claims about analyses and training losses are computed again from the
-numbers that were measured. The exit status is 1 if something differs, and 2
-if the directory has no kept results.
+numbers that were kept, and are called "measured". The exit status is 1 if something differs, and
+2 if the directory has no kept results.
 """
 
 import csv
@@ -31,8 +31,19 @@ from scipy import special, stats
 from sklearn import metrics
 
 # what reading a damaged file raises
-DAMAGES = (zipfile.BadZipFile, zlib.error, OSError, EOFError, LookupError, ValueError, TypeError)
+DAMAGES = (
+    zipfile.BadZipFile,
+    zlib.error,
+    OSError,
+    EOFError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+)
 AGREES, DIFFERS, UNKNOWN = "agrees", "DIFFERS", "not checked"
+MEASURED = "measured"  # agrees with numbers that no predictions give
+Known = dict[tuple[str, ...], tuple[float, str]]  # (key, split, name) -> score, AGREES or MEASURED
 UNLABELLED, UNSEEN = -1, -2  # rows without a label; with a class that does not occur in training
 
 
@@ -213,9 +224,9 @@ def masked(arrays: dict[str, np.ndarray]) -> dict[str, float]:
     return again
 
 
-def pairs_of(claim: dict, known: dict[tuple[str, ...], float]) -> list[float]:
+def pairs_of(claim: dict, known: Known) -> list[float]:
     """The difference of each seed of a claim, from recomputed scores."""
-    return [sum(weight * known[tuple(of)] for weight, *of in terms) for terms in claim["pairs"]]
+    return [sum(weight * known[tuple(of)][0] for weight, *of in terms) for terms in claim["pairs"]]
 
 
 def effect(claim: dict, pairs: list[float]) -> dict[str, Any]:
@@ -269,25 +280,27 @@ def say(word: str, text: str) -> str:
     return word
 
 
-def compare(name: str, published: float | None, again: float | None) -> str:
-    """Say whether a number agrees. Both may lack."""
+def compare(name: str, published: float | None, again: float | None, right: str = AGREES) -> str:
+    """Say whether a number agrees; `right` is the word if it does. Both may lack."""
     if published is None or again is None:
         here = "none" if again is None else f"{again:.6g}"
         return say(DIFFERS, f"{name}: {'none' if published is None else published}, here {here}")
-    word = AGREES if np.isclose(published, again, rtol=1e-6, atol=1e-9) else DIFFERS
+    word = right if np.isclose(published, again, rtol=1e-6, atol=1e-9) else DIFFERS
     return say(word, f"{name}: {published:.6g}, here {again:.6g}")
 
 
-def of_claims(path: Path, known: dict[tuple[str, ...], float]) -> list[str]:
+def of_claims(path: Path, known: Known) -> list[str]:
     """The words of all lines about a file of claims."""
     words = []
     claims = json.loads(path.read_text(encoding="utf-8"))["claims"]
     for text, parts in groupby(claims, key=lambda claim: claim["text"]):
         every, recomputed = list(parts), []
+        terms = [tuple(of) for claim in every for pair in claim["pairs"] for _, *of in pair]
+        right = MEASURED if MEASURED in [known[of][1] for of in terms if of in known] else AGREES
         for claim in every:
             part = f": {claim['part']}" if claim["part"] else ""
             title = f"{path.stem}: {text}{part}"
-            if not all(tuple(of) in known for terms in claim["pairs"] for _, *of in terms):
+            if not all(tuple(of) in known for pair in claim["pairs"] for _, *of in pair):
                 words.append(say(UNKNOWN, title))
                 continue
             pairs = pairs_of(claim, known)
@@ -295,46 +308,47 @@ def of_claims(path: Path, known: dict[tuple[str, ...], float]) -> list[str]:
             recomputed.append((claim, again))
             for name, number in again.items():
                 if number is not None or claim[name] is not None:
-                    words.append(compare(f"{title}: {name}", claim[name], number))
+                    words.append(compare(f"{title}: {name}", claim[name], number, right))
             if "shown" not in claim:  # a file of an earlier version
                 continue
-            right = is_shown(claim, again, pairs)
-            words.append(say(AGREES if right else DIFFERS, f"{title}: {claim['shown']}"))
+            word = right if is_shown(claim, again, pairs) else DIFFERS
+            words.append(say(word, f"{title}: {claim['shown']}"))
         word = UNKNOWN  # the verdict may come from a part that cannot be recomputed
         if len(recomputed) == len(every):
-            word = AGREES if is_possible(recomputed) else DIFFERS
+            word = right if is_possible(recomputed) else DIFFERS
         words.append(say(word, f"{path.stem}: {text}: {every[0]['verdict']}"))
     return words
 
 
-def of_table(path: Path, known: dict[tuple[str, ...], float]) -> list[str]:
-    """The words of all lines about a results.csv: one if all scores agree that are known."""
+def of_table(path: Path, known: Known) -> list[str]:
+    """The words of all lines about a results.csv: each score that differs, or how many agree."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["value"]]
     pairs = [((row["key"], row["split"], row["metric"]), float(row["value"])) for row in rows]
     wrong = [
-        compare(f"{path.name} {' '.join(of)}", value, known[of])
+        compare(f"{path.name} {' '.join(of)}", value, known[of][0])
         for of, value in pairs
-        if of in known and not np.isclose(value, known[of], rtol=1e-6, atol=1e-9)
+        if of in known and not np.isclose(value, known[of][0], rtol=1e-6, atol=1e-9)
     ]
-    number = sum(of in known for of, _ in pairs)
-    return wrong or [say(AGREES if number else UNKNOWN, f"{path.name}: {number} scores")]
+    words = [known[of][1] if of in known else UNKNOWN for of, _ in pairs]
+    counts = [(word, words.count(word)) for word in (AGREES, MEASURED, UNKNOWN)]
+    return wrong or [say(word, f"{path.name}: {n} scores") for word, n in counts if n]
 
 
-def of_zip(path: Path, known: dict[tuple[str, ...], float]) -> list[str]:
+def of_zip(path: Path, known: Known) -> list[str]:
     """The words of all lines about a kept run. Its scores, computed again, are added to `known`."""
     words = []
     with zipfile.ZipFile(path) as file:
         if (key := file.read("key").decode().strip()) != path.stem:
             words.append(say(DIFFERS, f"{path.name} holds the results of {key}"))
-        known |= {(path.stem, *of): value for of, value in measured(file).items()}
-        is_run = "config.json" in file.namelist()  # else the result of a command
+        known |= {(path.stem, *of): (value, MEASURED) for of, value in measured(file).items()}
+        is_run = "result.json" in file.namelist()  # else the result of a command
         published = json.loads(file.read("result.json"))["metrics"] if is_run else {}
         for split in published:
             kept = f"predictions/{split}.npz" in file.namelist()
             content = file.read(f"predictions/{split}.npz") if kept else b""
             again = scores(dict(np.load(BytesIO(content)))) if kept else {}
-            known |= {(path.stem, split, name): value for name, value in again.items()}
+            known |= {(path.stem, split, name): (v, AGREES) for name, v in again.items()}
             for name, value in published[split].items():
                 title = f"{path.stem} {split} {name}"
                 if name in again:
@@ -348,19 +362,18 @@ def measured(file: zipfile.ZipFile) -> dict[tuple[str, str], float]:
     """The numbers of a kept job that no predictions give, by group and name: all of an analysis,
     and of a run the last line of its training."""
     names = file.namelist()
+    groups = {}
     if "log.jsonl" in names:
         lines = [json.loads(line) for line in file.read("log.jsonl").splitlines()]
         trained = [line for line in lines if line["event"] == "train"]
         groups = {"train": trained[-1]} if trained else {}
-    else:
+    elif "result.json" not in names:
         result = [name for name in names if name.endswith(".json")]
         groups = json.loads(file.read(result[0])).get("metrics", {}) if result else {}
     return {(group, name): value for group in groups for name, value in groups[group].items()}
 
 
-def read(
-    of: Callable[..., list[str]], path: Path, known: dict[tuple[str, ...], float]
-) -> list[str]:
+def read(of: Callable[..., list[str]], path: Path, known: Known) -> list[str]:
     """What `of` says of a file, or a line that the file is damaged."""
     try:
         return of(path, known)
@@ -370,7 +383,7 @@ def read(
 
 def main(directory: Path) -> int:
     """The exit status."""
-    known: dict[tuple[str, ...], float] = {}
+    known: Known = {}
     words = []
     if not any(directory.glob("*.zip")):
         print(f"error: {directory} has no kept results (*.zip); give a study's kept=DIRECTORY")
@@ -381,7 +394,7 @@ def main(directory: Path) -> int:
         words += read(of_claims, path, known)
     for path in sorted(directory.glob("*.results.csv")):
         words += read(of_table, path, known)
-    print(", ".join(f"{words.count(word)} {word}" for word in (AGREES, DIFFERS, UNKNOWN)))
+    print(", ".join(f"{words.count(word)} {word}" for word in (AGREES, MEASURED, DIFFERS, UNKNOWN)))
     return 1 if DIFFERS in words else 0
 
 

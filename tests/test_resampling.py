@@ -343,7 +343,9 @@ def test_a_script_without_the_package_computes_the_numbers_again(
     assert done.returncode == 0, done.stdout
     # 20 runs with four scores; effect, half width, p and words of three tests; the verdicts of two
     # claims; results.csv
-    assert done.stdout.endswith(f"{20 * 4 + 12 + 2 + 1} agrees, 0 DIFFERS, 0 not checked\n")
+    assert done.stdout.endswith(
+        f"{20 * 4 + 12 + 2 + 1} agrees, 0 measured, 0 DIFFERS, 0 not checked\n"
+    )
     assert "pre-training helps at every rate: low: effect: " in done.stdout
     # a changed score and a changed effect are noticed
     path = sorted(plan.kept.glob("*.zip"))[0]
@@ -358,6 +360,13 @@ def test_a_script_without_the_package_computes_the_numbers_again(
     done = verify(plan.kept)
     assert (done.returncode, done.stdout.count("\nDIFFERS")) == (1, 1)
     assert f"DIFFERS      {path.stem} test accuracy: " in done.stdout
+    # the scores of a run without predictions are not taken for computed ones
+    with zipfile.ZipFile(path, "w") as file:
+        for name in ("key", "result.json"):
+            file.writestr(name, members[name])
+    done = verify(plan.kept)
+    assert f"not checked  {path.stem} test accuracy: " in done.stdout
+    assert f"measured     {path.stem}" not in done.stdout
 
 
 @pytest.mark.slow
@@ -408,9 +417,9 @@ def test_what_a_page_prints_is_computed_again_too(tmp_path: Path, trained: Resul
 def test_the_kept_results_of_this_repository_are_what_their_predictions_give() -> None:
     done = verify(ROOT / "results")
     assert done.returncode == 0, done.stdout
-    assert done.stdout.endswith(" agrees, 0 DIFFERS, 0 not checked\n")
+    assert done.stdout.endswith(" measured, 0 DIFFERS, 0 not checked\n")
     inside = "kao2021-inside-mini.claims: noise moves the pre-trained model's outputs less than"
-    assert f"agrees       {inside}" in done.stdout  # from numbers that an analysis measured
+    assert f"measured     {inside}" in done.stdout
 
 
 def test_a_directory_without_kept_results_is_refused(tmp_path: Path) -> None:

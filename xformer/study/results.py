@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import statistics
 import zipfile
 import zlib
@@ -611,8 +612,10 @@ class Ledger:
         """Replace the directories of this machine in the settings of a run, or in the result of a
         command, by the names OUTPUT and XFORMER. The manifest of a run gets the new checksum."""
         text = members[told].decode()
-        for place, name in ((self.plan.root.absolute(), "OUTPUT"), (provenance.ROOT, "XFORMER")):
-            text = text.replace(f"{json.dumps(str(place))[1:-1]}/", f"{name}/")
+        places = {str(self.plan.root.absolute()): "OUTPUT", str(provenance.ROOT): "XFORMER"}
+        for place in sorted(places, key=len, reverse=True):  # one may lie inside the other
+            written = re.escape(json.dumps(place, ensure_ascii=False)[1:-1])
+            text = re.sub(rf"(?<![\w./-]){written}(?![\w.-])", places[place], text)
         members[told] = text.encode()
         if RUN_MANIFEST in members:
             manifest = json.loads(members[RUN_MANIFEST])
