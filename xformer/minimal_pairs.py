@@ -378,12 +378,12 @@ def pseudo_log_likelihoods(
         return begin, to_device(block.masked(copies), ranks.device)
 
     mine = parts[ranks.rank :: ranks.world_size]
-    masked = sum(len(copies) for _, _, copies in mine)
-    with Progress("scoring pairs", masked, "masked tokens", active=ranks.rank == 0) as progress:
+    tokens = sum(len(copies) * block.tokens.shape[1] for _, block, copies in mine)
+    with Progress("scoring pairs", tokens, "tokens", active=ranks.rank == 0) as progress:
         for begin, batch in made_ahead(map(batches, mine), ranks.device):
             part = _log_probabilities(model, batch, ranks, precision)
             log_probabilities[begin : begin + len(part)] = part.double()
-            progress.advance(len(part))
+            progress.advance(len(batch.tokens))
     every = ranks.sum(log_probabilities).cpu().numpy()
     lengths = np.concatenate([np.full(len(b.words), b.words.shape[1]) for b in blocks])
     scores = np.add.reduceat(every, np.cumsum(lengths) - lengths)
