@@ -5,6 +5,7 @@ SQuAD's own script do. (tests/test_resampling.py checks it on whole directories.
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +36,37 @@ def test_a_damaged_file_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFix
     assert "c.results.csv" in printed
 
 
+def test_what_an_analysis_measured_is_named(tmp_path: Path) -> None:
+    """Its claims are computed again from its numbers, which are not computed themselves."""
+    verify = script("verify")
+    known: dict[tuple[str, ...], tuple[float, str]] = {}
+    for i in range(3):
+        with zipfile.ZipFile(tmp_path / f"{i}.zip", "w") as file:
+            file.writestr("key", str(i))
+            file.writestr("pwcca.json", json.dumps({"metrics": {"last": {"pwcca": 1 + i / 10}}}))
+        assert verify.of_zip(tmp_path / f"{i}.zip", known) == []
+    pairs = [[[1.0, str(i), "last", "pwcca"]] for i in range(3)]
+    claim = {"text": "a", "part": "", "verdict": "holds", "tie": False, "margin": 0.0}
+    claim |= {"pairs": pairs, "shown": "+1.10 ± 0.25", "digits": 2}
+    claim |= verify.effect(claim, verify.pairs_of(claim, known))
+    path = tmp_path / "x.claims.json"
+    path.write_text(json.dumps({"claims": [claim]}))
+    assert set(verify.of_claims(path, known)) == {verify.MEASURED}
+    path.write_text(json.dumps({"claims": [claim | {"effect": 1.2}]}))
+    assert verify.DIFFERS in verify.of_claims(path, known)
+    table = tmp_path / "x.results.csv"
+    table.write_text("key,split,metric,value\n0,last,pwcca,1.0\n9,last,pwcca,1.0\n")
+    assert verify.of_table(table, known) == [verify.MEASURED, verify.UNKNOWN]
+    with zipfile.ZipFile(tmp_path / "flat.zip", "w") as file:
+        file.writestr("key", "flat")
+        file.writestr("pwcca.json", json.dumps({"metrics": {"pwcca": 1.0}}))
+    assert verify.read(verify.of_zip, tmp_path / "flat.zip", known) == [verify.DIFFERS]
+
+
 def test_a_part_that_cannot_be_checked_leaves_the_verdict_open(tmp_path: Path) -> None:
     """The other part holds, which does not rule out that the claim fails."""
     verify = script("verify")
-    known = {("k", "test", str(i)): 1 + i / 10 for i in range(3)}
+    known = {("k", "test", str(i)): (1 + i / 10, verify.AGREES) for i in range(3)}
     pairs = [[[1.0, "k", "test", str(i)]] for i in range(3)]
     claim = {"text": "a", "verdict": "fails", "tie": False, "margin": 0.0, "pairs": pairs}
     claim |= verify.effect(claim, verify.pairs_of(claim, known))
