@@ -143,7 +143,7 @@ def test_a_run_of_before_goes_on(forks: Forks, data: Toys, tmp_path: Path) -> No
     same(runs[1], runs[0])
     content = read_json(runs[1] / "config.json")  # continuing has written it in today's form
     assert content["config"]["data"] == content["starts"][0]["config"]["data"] == str(data.text)
-    assert len(content["starts"]) == 1
+    assert len(content["starts"]) == 1, [start["environment"] for start in content["starts"]]
 
     as_before(runs[0])
     before = (runs[0] / "config.json").read_bytes()
