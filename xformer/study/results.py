@@ -603,23 +603,23 @@ class Ledger:
             members[WEIGHTS] = line
         if job.recipe is None:
             members[ENDED] = f"{job.proof.stat().st_mtime:.0f}\n".encode()
-        told = CONFIG if job.recipe is not None else job.proof.relative_to(job.path).as_posix()
-        if told in members:
-            self._forget_places(members, told)
+        name = CONFIG if job.recipe is not None else job.proof.relative_to(job.path).as_posix()
+        if name in members:
+            self._forget_places(members, name)
         return {**members, KEY: f"{job.key}\n".encode()}
 
-    def _forget_places(self, members: dict[str, bytes], told: str) -> None:
+    def _forget_places(self, members: dict[str, bytes], name: str) -> None:
         """Replace the directories of this machine in the settings of a run, or in the result of a
         command, by the names OUTPUT and XFORMER. The manifest of a run gets the new checksum."""
-        text = members[told].decode()
+        text = members[name].decode()
         places = {str(self.plan.root.absolute()): "OUTPUT", str(provenance.ROOT): "XFORMER"}
         for place in sorted(places, key=len, reverse=True):  # one may lie inside the other
             written = re.escape(json.dumps(place, ensure_ascii=False)[1:-1])
             text = re.sub(rf"(?<![\w./-]){written}(?![\w.-])", places[place], text)
-        members[told] = text.encode()
+        members[name] = text.encode()
         if RUN_MANIFEST in members:
             manifest = json.loads(members[RUN_MANIFEST])
-            manifest["sha256"][told] = sha256(members[told]).hexdigest()
+            manifest["sha256"][name] = sha256(members[name]).hexdigest()
             members[RUN_MANIFEST] = json_text(manifest).encode()
 
 
