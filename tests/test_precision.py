@@ -313,6 +313,12 @@ def test_a_table_of_both_precisions_says_so(fast: str, data: Toys, tmp_path: Pat
     plan = planned(text)
     (line,) = plan.mixed()
     assert line.startswith("the runs of the stage second are partly in bf16 and partly in fp32")
+    assert line.endswith(
+        'base = this study\'s file, and stages.second.settings.system.precision = "fp32"'
+    )
+    own = tmp_path / "own.toml"
+    own.write_text(f'base = "two.toml"\n{line.rpartition(", and ")[2]}\n')
+    assert Plan(read_study(own, "mini"), root, {}, None).mixed() == []
     assert f"note: {line}" in listing(plan, Costs(Forecast(plan), {})).splitlines()
     assert f"{line}." in build_report(Results(plan), {}, root).notes
     assert planned(chosen).mixed() == []

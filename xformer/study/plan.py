@@ -210,8 +210,9 @@ class Plan:
         """A line for each stage whose runs differ in a precision that nobody chose."""
         return [
             f"the runs of the stage {name} are partly in bf16 and partly in fp32, because some "
-            "were begun on another machine; a difference between them may be one of precision. Set "
-            f"stages.{name}.settings.system.precision to compare like with like"
+            "were begun on another machine; a difference between them may be one of precision. To "
+            "compare like with like, run a study file of two lines: base = this study's file, and "
+            f'stages.{name}.settings.system.precision = "fp32"'
             for name, precisions in self._auto.items()
             if len(precisions) > 1
         ]
