@@ -69,6 +69,17 @@ def test_the_documents_of_all_parts_are_those_of_the_files(
         assert max(map(len, read)) <= 5
 
 
+def test_a_few_hundred_kilobytes_are_divided(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text(texts(6000, 1))
+    assert 300_000 < file.stat().st_size < 900_000
+    sizes = []
+    for number in range(1, 5):
+        part = read_part([file], (number, 4), TextOptions(), lambda _: None)
+        sizes.append(sum(len(text) for text, _ in part))
+    assert max(sizes) - min(sizes) <= 2**17
+
+
 def test_a_long_file_is_divided_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "READ", 1000)
     file = tmp_path / "a.txt.gz"

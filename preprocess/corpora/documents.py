@@ -30,7 +30,7 @@ from .fasta import read_fasta
 from .java import read_java
 from .jsonl import read_json_texts
 
-READ = 2**20  # bytes read at once
+READ = 2**16  # bytes read at once
 SEGMENT = 2**15  # characters of a document encoded as one text
 
 # the last place before the end where a single space stands between words
@@ -111,8 +111,8 @@ def read_part(
 
     The bytes of all files are divided evenly, and a document belongs to the part in which it
     begins. Its beginning is the number of bytes read from disk when the reader yields it. Files are
-    read about a megabyte at a time, so parts may differ by that much from equal sizes. A file that
-    several parts share is read from its beginning for each of them, but each yields only its own
+    read 64 KiB at a time, so parts may differ by that much from equal sizes. A file that several
+    parts share is read from its beginning for each of them, but each yields only its own
     documents. A file of one JSON object is not divided.
     """
     total = sum(path.stat().st_size for path in paths)

@@ -30,7 +30,7 @@ from ..bad import BadRows
 from ..binarize import BATCH, RowCutter, sources
 from ..workers import EncodingPool, TextBatch
 from . import inputs
-from .documents import Segments, TextOptions, files_of_part, read_documents, read_part
+from .documents import READ, Segments, TextOptions, files_of_part, read_documents, read_part
 
 LONGEST = 510  # tokens of BERT's longest row, without its two special tokens
 
@@ -96,7 +96,7 @@ def write_text_split(
     if part is not None:
         raise BadInput(
             f"--part {part[0]}/{part[1]}: no document begins in this part; files are divided about "
-            "every megabyte, so give fewer parts"
+            "every 64 KiB, so give fewer parts"
         )
     raise BadInput(
         f"{inputs.first_names(paths)}: no text found, so {split.directory.name} would be empty; "
@@ -150,7 +150,7 @@ def _record(
     """What the origin of a part records about it. Parts of the same store have equal `input`."""
     files = [[path.name, path.stat().st_size] for path in paths]
     skip = options.skip and options.skip.pattern
-    how = [options.by_line, skip, options.format, options.json_field, options.bad.skip]
+    how = [options.by_line, skip, options.format, options.json_field, options.bad.skip, READ]
     digest = sha256(repr([part[1], files, how, made_with]).encode()).hexdigest()
     return {"number": part[0], "of": part[1], "input": digest}
 
@@ -173,8 +173,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=part_number,
         metavar="PART/PARTS",
         help="Write only this part of the store, such as 3/16, so that many jobs can share the "
-        "work. The documents of the split train are divided in their order, to within about a "
-        "megabyte of the input. Part 1 also has the other splits. `join` makes one store of all "
+        "work. The documents of the split train are divided in their order, to within about "
+        "64 KiB of the input. Part 1 also has the other splits. `join` makes one store of all "
         "parts, with the same rows in the same order (default: write the whole store).",
     )
     add_output(parser, "STORE")
