@@ -152,6 +152,7 @@ class MuonAndAdamW(Optimizer):
     the others.
 
     Muon sees the query, key and value weights as three matrices, although they are stored as one.
+    It sees the two matrices of a gated MLP (`mlp.up`) as one.
     """
 
     def __init__(

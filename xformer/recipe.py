@@ -112,7 +112,7 @@ class MixtureConfig(Settings):
     weights are divided by their sum."""
     final: tuple[Annotated[float, Field(ge=0, le=1e9)], ...] = ()
     """The weights at the end of the run. They change linearly from mixture.weights. The end is
-    estimated if the run counts train.steps and batch.tokens. Such a run cannot be made longer.
+    estimated if the run counts train.steps and batch.tokens. Such a run keeps its length.
     Empty: the weights stay."""
     temperature: float = Field(0.0, ge=0)
     """Instead of weights: the weight of a store is its number of rows to the power 1/temperature. 1
@@ -162,8 +162,8 @@ class MaskingConfig(Settings):
     """Probability that a token is chosen for prediction. Special tokens are never chosen."""
     final: float | None = Field(None, gt=0, lt=1)
     """The probability at the end of the run, which is the same sample as for mixture.final. It
-    changes linearly from masking.probability, which validation always uses. Such a run cannot be
-    made longer. Without this key it stays."""
+    changes linearly from masking.probability, which validation always uses. Such a run keeps its
+    length. Without this key it stays."""
     spans: bool = False
     """true chooses spans of 1 to 10 neighbouring tokens (3.8 in the mean) instead of single tokens,
     and replaces the tokens of a span alike (Joshi et al. 2020, SpanBERT). Validation masks single

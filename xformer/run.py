@@ -430,7 +430,7 @@ def _change(name: str, before: Any, now: Any) -> str:
     if name in SAMPLES:
         return (
             f"it was to end after {before:,} rows, and now after {now:,}; a run with "
-            f"{SAMPLES[name]} cannot be made longer"
+            f"{SAMPLES[name]} keeps its length"
         )
     if name in HASHED:
         return f"{name}={before} is now {now}"
