@@ -4,7 +4,7 @@ computed later without the model and the store.
     from xformer.predictions import read
 
     valid = read("runs/cola/predictions/valid.npz")
-    valid.metrics()                             # exactly the metrics in result.json
+    valid.metrics()                             # the metrics in result.json
     valid.arrays["outputs"].argmax(1)           # (N,) the predicted classes
     valid.arrays["label"], valid.classes
 

@@ -161,10 +161,11 @@ class MLM(Task):
             "perplexity": math.exp(min(mean, 700)),
         }
 
-    def weighted(self, predictions: Predictions, metric: str) -> Weighted | None:
+    def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
         """The examples are rows; an accuracy is still a mean over their masked tokens."""
-        parts = {"loss": "loss", "accuracy": "correct"}
-        if metric not in parts:
-            return None
-        part, masked = predictions.arrays[parts[metric]], predictions.arrays["masked"]
-        return Weighted(len(masked), masked, lambda w: ratio(w, part, masked))
+        loss, masked, correct = (predictions.arrays[name] for name in ("loss", "masked", "correct"))
+        scores = {
+            "loss": lambda w: ratio(w, loss, masked),
+            "accuracy": lambda w: ratio(w, correct, masked),
+        }
+        return {name: Weighted(len(masked), masked, score) for name, score in scores.items()}

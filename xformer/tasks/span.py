@@ -11,6 +11,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -143,14 +144,15 @@ class Span(Task):
         scores |= squad(chosen, gold)
         return scores | ({} if all(gold) else squad_with_threshold(predicted, margin, gold))
 
-    def weighted(self, predictions: Predictions, metric: str) -> Weighted | None:
-        if metric not in MEANS:
-            return None
+    def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
         predicted, margin, gold = asked(predictions)
         chosen = answered(predicted, margin, gold, predictions.threshold)
-        pairs = zip(chosen, gold, strict=True)
-        values = np.array([answer_scores(*pair)[MEANS.index(metric)] for pair in pairs])
-        return Weighted(len(gold), np.array([repr(g) for g in gold]), lambda w: average(w, values))
+        scores = np.array(list(map(answer_scores, chosen, gold)))  # (Q, 2)
+        labels = np.array([repr(g) for g in gold])
+        return {
+            name: Weighted(len(gold), labels, partial(average, values=values))
+            for name, values in zip(MEANS, scores.T, strict=True)
+        }
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
         """One line per question: its answer, by how much "no answer" scores higher, and the

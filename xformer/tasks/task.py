@@ -301,10 +301,10 @@ class Task(ABC):
     def score(self, predictions: Predictions) -> dict[str, float]:
         """All metrics of the predictions for a split. Raises BadInput if no row has a label."""
 
-    def weighted(self, predictions: Predictions, metric: str) -> Weighted | None:
-        """A metric as a function of how often each test example counts, to resample them. None if
-        the task has no such function for the metric."""
-        return None
+    def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
+        """Metrics as functions of how often each test example counts, to resample the examples.
+        Metrics without such a function are left out. Raises BadInput if no row has a label."""
+        return {}
 
     # ------------------------------------------------------------------------- predictions as text
 
