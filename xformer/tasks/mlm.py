@@ -98,9 +98,6 @@ class MLM(Task):
         losses = F.cross_entropy(logits, targets, reduction="none")
         return losses, (logits.detach().argmax(1) == targets).float()
 
-    def tokens_read(self, config: ModelConfig, work: Workload) -> int:
-        return work.masked
-
     def head_flops(self, config: ModelConfig, work: Workload) -> int:
         C, E, V = config.hidden, config.width, config.vocab_size
         return (2 * C * E + 2 * E * V) * work.masked

@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xformer.data.batch import Assembler, Batch, Workload
+from xformer.data.batch import Assembler, Batch
 from xformer.data.errors import BadInput
 from xformer.data.store import Split
-from xformer.model.config import ModelConfig
 from xformer.tasks.task import (
     HIGHER,
     LOWER,
@@ -83,9 +82,6 @@ class Span(Task):
         total = F.nll_loss(_log_probability(rows), batch.labels.flatten(), reduction="sum") / 2
         correct = (rows.detach().argmax(1) == batch.labels).all(1).float().sum()
         return Loss(total, labelled(batch.labels[:, 0]), correct)
-
-    def tokens_read(self, config: ModelConfig, work: Workload) -> int:
-        return work.tokens
 
     def evaluate(
         self, model: Model, batch: Batch[Tensor], host: Batch[np.ndarray], assembler: Assembler

@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xformer.data.batch import Assembler, Batch, Workload, ragged_arange
+from xformer.data.batch import Assembler, Batch, ragged_arange
 from xformer.data.store import UNLABELLED, Split
 from xformer.data.tags import IGNORED, NO_LABEL, is_bio
-from xformer.model.config import ModelConfig
 from xformer.tasks.task import (
     HIGHER,
     LOWER,
@@ -66,9 +65,6 @@ class Tag(Task):
         total = F.cross_entropy(logits, batch.targets, reduction="sum")
         correct = (logits.detach().argmax(1) == batch.targets).sum().float()
         return Loss(total, labelled(batch.targets), correct)
-
-    def tokens_read(self, config: ModelConfig, work: Workload) -> int:
-        return work.masked
 
     def size(self, split: Split) -> int:
         return split.tokens
