@@ -81,12 +81,8 @@ class MLM(Task):
         the batch has targets, the last ones are padding and do not count."""
         targets = batch.targets
         assert targets is not None
-        if model.training:
-            word = model.encoder.embeddings.word.weight
-            total, correct = model.mlm_head.loss(x, word, targets)
-            return Loss(total, labelled(targets), correct)
-        losses, right = self._by_token(model, x, targets)
-        return Loss(losses.sum(), len(targets), right.sum())
+        total, correct = model.mlm_head.loss(x, model.encoder.embeddings.word.weight, targets)
+        return Loss(total, labelled(targets), correct)
 
     def _logits_of(self, model: Model, x: Tensor) -> Tensor:
         logits: Tensor = model.mlm_head(x, model.encoder.embeddings.word.weight)
