@@ -53,7 +53,7 @@ def write(path: str | Path, predictions: Predictions, store: str) -> None:
     path, questions = Path(path), predictions.questions
     about = {
         "format": FORMAT,
-        "head": predictions.head,
+        "head": predictions.task.name,
         "split": predictions.split,
         "classes": predictions.classes,
         "questions": None if questions is None else vars(questions),

@@ -50,9 +50,7 @@ class Batch(Generic[Array]):
     @property
     def first(self) -> Array:
         """The index of each row's first token, (N,)."""
-        bounds: Any = self.cu_seqlens
-        first: Array = bounds[:-1]
-        return first
+        return self.cu_seqlens[:-1]  # type: ignore[index]
 
     def to(self, device: Any) -> Batch[Array]:
         """A batch of tensors on another device. (`xformer.tasks.task.to_device` makes one from

@@ -95,11 +95,6 @@ class Predictions:
     store: str = ""
 
     @property
-    def head(self) -> str:
-        """The name of the task."""
-        return self.task.name
-
-    @property
     def classes(self) -> tuple[str, ...]:
         """The names of the classes."""
         return self.task.head.labels
