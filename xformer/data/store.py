@@ -17,8 +17,9 @@ Any program can read the columns with `np.load(file, mmap_mode="r")`.
 from __future__ import annotations
 
 import os
+import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -42,7 +43,6 @@ from xformer.data.files import (
     read_own_json,
     what_is,
 )
-from xformer.data.tags import IGNORED
 
 FORMAT, JOINED = 1, 2  # JOINED: the store consists of others (see xformer.data.joined)
 MAX_PIECES = 2**24  # largest size of a vocabulary
@@ -50,6 +50,11 @@ TEXTS = ("tokens", "tokens_b")  # the columns of ids
 # the splits that preprocess.py writes, in their order in a store
 ORDER = ("train", "valid", "valid_mismatched", "test", "test_mismatched")
 UNLABELLED, UNSEEN = -1, -2  # label of a row without a class; with a class unseen in training
+# Words are separated by white space. The label of a word is that of its first token (Devlin et al.
+# 2019, section 5.3), and its other tokens are IGNORED. A word can be UNLABELLED or UNSEEN, too.
+IGNORED = -100
+NO_LABEL = "_"  # in labels as text: this word has no label
+BIO = re.compile(r"O|[BI]-.+")
 SUMS = "sums.json"
 TRIES = 100  # attempts to open a store that is being replaced
 REMEDY = "make the store again, or restore it from a copy"
@@ -389,3 +394,9 @@ def _files(meta: dict[str, Any]) -> list[tuple[str, list[str]]]:
     """The files of all splits, with the checksums of their blocks."""
     splits = meta["splits"].values()
     return [(name, file["sha256"]) for split in splits for name, file in split["files"].items()]
+
+
+def is_bio(labels: Collection[str]) -> bool:
+    """Whether these classes mark entities: B-X begins an entity of type X, I-X continues it, O is
+    outside (Ramshaw & Marcus 1995)."""
+    return all(map(BIO.fullmatch, labels)) and any(label != "O" for label in labels)

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xformer.data.batch import Assembler, Batch, ragged_arange
-from xformer.data.store import UNLABELLED, Split
-from xformer.data.tags import IGNORED, NO_LABEL, is_bio
+from xformer.data.store import IGNORED, NO_LABEL, UNLABELLED, Split, is_bio
 from xformer.tasks.task import (
     HIGHER,
     LOWER,

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from xformer.data.batch import Assembler, Batch, Workload
 from xformer.data.errors import BadInput, Failure
-from xformer.data.store import Ragged, Split
-from xformer.data.tags import IGNORED
+from xformer.data.store import IGNORED, Ragged, Split
 from xformer.model.config import ModelConfig
 from xformer.model.encoder import Encoder, Norm, activate
 from xformer.model.hilbert import FEATURES, HilbertCNN
