@@ -40,8 +40,9 @@ def installed(path: str | Path) -> Path:
 
 
 def near(path: Path, folders: bool = True) -> str:
-    """ "; did you mean X?" for a path that does not exist, or "" if nothing is near. X differs from
-    the path in the name of one part. It is a folder, or also a file unless `folders`."""
+    """A hint for a path that does not exist: "; did you mean X?", or "" if nothing is near. X
+    differs from the path in the name of one part. It is a folder; without `folders` it can also be
+    a file."""
     real = installed(path)
     wrong = real
     while not wrong.parent.exists():
