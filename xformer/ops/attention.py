@@ -206,7 +206,7 @@ def _with_gradient(way: Callable[..., Tensor], qkv: Tensor, layout: Layout) -> T
 def _flash(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
     """FlashAttention-2 (Dao 2023), as PyTorch ships it: for 16 bits and heads of at most 256."""
     D = qkv.size(3)
-    q, k, v = _padded(qkv, 8).unbind(1)  # (T, H, D) each
+    q, k, v = _wider_heads(qkv, 8).unbind(1)  # (T, H, D) each
     ends, longest, options = layout.cu_seqlens, layout.longest, {"scale": 1 / math.sqrt(D)}
     if layout.window:
         options |= {"window_size_left": layout.window, "window_size_right": layout.window}
@@ -224,7 +224,7 @@ def _efficient(qkv: Tensor, layout: Layout) -> Tensor:
     differently (pytorch issue 115590), so that their masks would differ.
     """
     D = qkv.size(3)
-    q, k, v = _padded(qkv, 4).unsqueeze(0).unbind(2)  # (1, T, H, D) each
+    q, k, v = _wider_heads(qkv, 4).unsqueeze(0).unbind(2)  # (1, T, H, D) each
     # q is scaled here, because PyTorch 2.13 cannot trace the backward pass of a call with `scale`
     if q.size(3) != D:
         q = q * math.sqrt(q.size(3) / D)
@@ -235,7 +235,7 @@ def _efficient(qkv: Tensor, layout: Layout) -> Tensor:
     return out.squeeze(0).narrow(2, 0, D)
 
 
-def _padded(qkv: Tensor, multiple: int) -> Tensor:
+def _wider_heads(qkv: Tensor, multiple: int) -> Tensor:
     """qkv with D padded by zeros to a multiple of `multiple`, which changes no score."""
     more = -qkv.size(3) % multiple
     return F.pad(qkv, (0, more)) if more else qkv

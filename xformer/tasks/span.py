@@ -77,7 +77,7 @@ class Span(Task):
         return logits
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
-        rows = padded(self.logits(model, batch).float(), batch)  # (N, L, 2)
+        rows = as_rows(self.logits(model, batch).float(), batch)  # (N, L, 2)
         assert batch.labels is not None
         total = F.nll_loss(_log_probability(rows), batch.labels.flatten(), reduction="sum") / 2
         correct = (rows.detach().argmax(1) == batch.labels).all(1).float().sum()
@@ -86,7 +86,7 @@ class Span(Task):
     def evaluate(
         self, model: Model, batch: Batch[Tensor], host: Batch[np.ndarray], assembler: Assembler
     ) -> tuple[np.ndarray, Tensor]:
-        rows = padded(self.logits(model, batch).float(), batch)  # (N, L, 2)
+        rows = as_rows(self.logits(model, batch).float(), batch)  # (N, L, 2)
         b = tensor_on(assembler.lengths(host.rows)[1], rows.device)
         best = best_spans(rows, batch.cu_seqlens.diff() - 1 - b, b)
         losses = torch.zeros_like(best[:, :1])
@@ -169,7 +169,7 @@ class Span(Task):
 # --------------------------------------------------------------------- from logits to answers
 
 
-def padded(values: Tensor, batch: Batch[Tensor]) -> Tensor:
+def as_rows(values: Tensor, batch: Batch[Tensor]) -> Tensor:
     """Packed values (T, K) -> padded values (N, L, K), with -inf after the end of a sequence."""
     sizes = batch.cu_seqlens.diff()  # (N,)
     row = torch.arange(len(sizes), device=values.device)

@@ -21,7 +21,7 @@ from xformer.data.store import IGNORED, Ragged, Split
 from xformer.model.config import ModelConfig
 from xformer.model.encoder import Encoder, Norm, activate
 from xformer.model.hilbert import FEATURES, HilbertCNN
-from xformer.model.padded import packed
+from xformer.model.packing import packed
 from xformer.ops.dropout import dropout
 from xformer.tasks.weighted import Weighted
 
