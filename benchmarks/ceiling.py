@@ -34,7 +34,7 @@ from xformer.data.batch import Assembler
 from xformer.data.sampler import Samples
 from xformer.data.store import open_store
 from xformer.model.config import ModelConfig
-from xformer.ops.attention import attention, layout
+from xformer.ops.attention import Layout, attention
 from xformer.ops.padding import padded_count
 
 
@@ -115,7 +115,8 @@ def attend(config: ModelConfig, dtype: torch.dtype, shape: Shape, form: str) -> 
     """Attention of all layers, forward and backward: ours, PyTorch's fused kernel, or explicit."""
     H, D = config.heads, config.hidden // config.heads
     lengths = [length for n, length in shape.runs for _ in range(n)]
-    packed = layout(np.cumsum([0, *lengths]))
+    ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    packed = Layout(ends, max(lengths))
     for _ in range(config.layers):
         if form == "ours":
             qkv = torch.ones(sum(lengths), 3, H, D, dtype=dtype, requires_grad=True)

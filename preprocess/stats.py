@@ -16,8 +16,7 @@ from xformer.data.errors import BadInput, Failure
 from xformer.data.files import BLOCK as CHECKSUM_BLOCK
 from xformer.data.files import write_json
 from xformer.data.joined import open_stores
-from xformer.data.store import TEXTS, Ragged, Store, no_store
-from xformer.data.tags import IGNORED
+from xformer.data.store import IGNORED, TEXTS, Ragged, Store, no_store
 
 from . import stats_figure
 from .arguments import add_json, check_file

@@ -121,7 +121,7 @@ def our_loss(model: Model, batch: Batch[Tensor], kind: str) -> tuple[Tensor, Ten
         pair = model.pair_head(model.pooled(model.encoder(batch, places=batch.first)))
         return loss + F.cross_entropy(pair, batch.labels), logits, pair
     if kind == "span":
-        return F.cross_entropy(span.padded(logits, batch), batch.labels), logits, None
+        return F.cross_entropy(span.as_rows(logits, batch), batch.labels), logits, None
     if kind == "regress":
         return F.mse_loss(logits[:, 0], batch.labels.to(logits.dtype)), logits, None
     return F.cross_entropy(logits, batch.labels), logits, None

@@ -19,7 +19,7 @@ import pytest
 from xformer.data import store as stores
 from xformer.data import tokenizers, vocabularies
 from xformer.data.errors import BadInput
-from xformer.data.files import read_json, write_json
+from xformer.data.files import checked_blocks, read_json, write_json
 from xformer.data.joined import open_stores
 from xformer.data.store import Store, open_store
 from xformer.data.writing import create_store
@@ -412,7 +412,8 @@ def test_labels_are_verified(tmp_path: Path, label: int, good: bool) -> None:
     values[4] = label
     np.save(file, values)
     store = open_store(tmp_path / "s")
-    assert list(store._possible("train/label.npy")) == [good]
+    checked = checked_blocks(file, store._validity("train/label.npy"))
+    assert [valid for _, valid in checked] == [good]
 
 
 def test_joined(tmp_path: Path, make: Make, swag: Path) -> None:

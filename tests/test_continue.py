@@ -13,7 +13,7 @@ from toys import Toys
 
 from xformer import checkpoint
 from xformer.data.store import open_store
-from xformer.data.tokenizers import longest_row
+from xformer.preprocess.corpora.text import longest_row
 
 CONTINUE = "pretrain/continue"
 QUICK = ("train.epochs=1", "batch.tokens=500", "system.threads=1", "system.precision=fp32")

@@ -381,14 +381,6 @@ def test_as_a_user_types_it(forks: Forks, data: Toys, learned: Runs) -> None:
         assert lines[place + 1].startswith("      "), key
 
 
-def test_f1_follows_the_task_not_the_split() -> None:
-    """If only two of three classes occur in a split, f1 is the mean over three, not that of class
-    1."""
-    labels, answers = np.array([0, 1, 1, 0]), np.array([1, 1, 1, 1])
-    assert classify.classification(answers, labels, 2)["f1"] == pytest.approx(2 / 3)
-    assert classify.classification(answers, labels, 3)["f1"] == pytest.approx(2 / 9)
-
-
 def test_a_mapping_belongs_to_its_tokenizer(
     forks: Forks, data: Toys, learned: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -483,24 +475,6 @@ def test_groups_of_scores() -> None:
     groups = np.array([5, 3, 5, 3])
     assert classify.mean_by_group(values, groups).tolist() == [[3.0], [3.5]]
     assert classify.first_by_group(np.array([10, 20, 10, 20]), groups).tolist() == [20, 10]
-
-
-def test_classes_that_training_has_not_are_wrong() -> None:
-    """A row with the label -2 always counts as wrong, in accuracy, precision and Matthews'
-    coefficient.
-    """
-    labels, answers = np.array([0, 1, 1, -2, -2]), np.array([0, 1, 0, 1, 0])
-    actual = classify.classification(answers, labels, 2)
-    assert actual["accuracy"] == pytest.approx(2 / 5)
-    assert actual["f1"] == pytest.approx(
-        2 * 1 / (2 + 2)
-    )  # two predicted as class 1, two labelled so
-    # by Gorodkin 2004, equation 8: 5 rows, 2 right; the answers occur 3 and 2 times, the labels 1,
-    # 2 and 2
-    covariance, spread = 2 * 5 - (3 * 1 + 2 * 2), (25 - 13) * (25 - 9)
-    assert actual["mcc"] == pytest.approx(covariance / spread**0.5)
-    three = classify.classification(np.array([2, 1, 0]), np.array([2, -2, 0]), 3)
-    assert three["f1"] == pytest.approx((1 + 0 + 1) / 3)
 
 
 def test_inspect_looks_into_a_run(learned: dict[str, Path]) -> None:

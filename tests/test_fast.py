@@ -212,12 +212,21 @@ def test_some_places_come_out_as_of_all(shape: str) -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_the_loss_in_training_is_that_of_scoring() -> None:
+    """Scoring computes the loss of each token from the logits. Filler, with the target -100, does
+    not count in either mode."""
     made, batch = model(0.0), random_batch()
-    training = made.loss(batch)
-    scoring = made.eval().loss(replace(batch))
-    assert made.logits(batch).shape == (training.count, PIECES)
-    assert distance(training.total, scoring.total) <= 1e-6
-    assert int(training.correct) == int(scoring.correct)
+    assert batch.targets is not None
+    targets = batch.targets.clone()
+    targets[::3] = -100
+    for mode in (True, False):
+        made.train(mode)
+        for wanted in (batch.targets, targets):
+            loss = made.loss(replace(batch, targets=wanted))
+            logits, real = made.logits(batch), wanted >= 0
+            assert logits.shape == (len(wanted), PIECES)
+            assert distance(loss.total, F.cross_entropy(logits, wanted, reduction="sum")) <= 1e-6
+            assert int(loss.count) == int(real.sum())
+            assert int(loss.correct) == int((logits.argmax(1) == wanted)[real].sum())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from benchmarks import bare
 from benchmarks.steps import CASES, SHAPE
 from xformer.data.batch import Batch
 from xformer.data.errors import Failure
-from xformer.data.tags import IGNORED
+from xformer.data.store import IGNORED
 from xformer.parallel import graphs
 from xformer.parallel.graphs import Recorder
 from xformer.parallel.processes import ALONE, Ranks

@@ -43,7 +43,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "The shape of a model.": ("xformer.model.config",),
     "The encoder, and padded tensors as packed batches.": (
         "xformer.model.encoder",
-        "xformer.model.padded",
+        "xformer.model.packing",
     ),
     "The convolutional network that can replace the encoder.": ("xformer.model.hilbert",),
     "The interface of a task, and the model with a task's heads; metrics of resampled examples.": (

@@ -175,7 +175,9 @@ def test_answers_of_joined_questions_are_their_own(
     """Tables with their own rows are joined too, and the row numbers that refer to them are
     moved."""
     paths = []
-    for name, word, context in (("a", "1973", test_squad.CONTEXT), ("b", "cups", "the cups, ok")):
+    words = ("1973", "cups", "ok")
+    contexts = (test_squad.CONTEXT, "the cups, ok", "ok cups, and the cups")
+    for name, word, context in zip("abc", words, contexts, strict=True):
         (tmp_path / name).mkdir()
         raw = test_squad.squad(test_squad.question(0, word, context.index(word)), context=context)
         options = ("--max-tokens", 60, "--stride", 25, "--max-question", 7)
@@ -184,9 +186,9 @@ def test_answers_of_joined_questions_are_their_own(
     store = open_stores(paths)
     split = store.split("train")
     assembler = Assembler(split, store.tokenizer(), 60)
-    rows = [np.flatnonzero(split.columns["group"] == number) for number in (0, 1)]
+    rows = [np.flatnonzero(split.columns["group"] == number) for number in (0, 1, 2)]
     assert sum(map(len, rows)) == split.rows
-    for actual, word in zip(rows, ("1973", "cups"), strict=True):
+    for actual, word in zip(rows, words, strict=True):
         inside = [row for row in actual if split.columns["label"][row, 0] >= 0]
         assert inside
         for row in inside:
@@ -340,3 +342,15 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         writer.finish("text", [], None, {})
     with pytest.raises(BadInput, match=rf"{a} and {tmp_path / 'b'} .* they differ in tokenizer"):
         open_stores([str(a), str(tmp_path / "b")])
+
+
+def test_labels_are_compared_one_by_one(tmp_path: Path) -> None:
+    """Two lists of labels that read the same when they are joined by commas are still different."""
+    for name, labels in (("a", ["x, y", "z"]), ("b", ["x", "y, z"])):
+        with create_store(tmp_path / name, symbols("ab"), {"tokens": "", "label": "int64"}) as new:
+            with new.split("train") as split:
+                split.append_ragged("tokens", np.array([6, 7]), np.array([1, 1]))
+                split.append("label", np.arange(2) if name == "a" else np.arange(2)[::-1])
+            new.finish("class", labels, "accuracy", {})
+    with pytest.raises(BadInput, match="they differ in labels"):
+        open_stores([str(tmp_path / "a"), str(tmp_path / "b")])

@@ -15,7 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import HEADS, HIDDEN, INNER, LENGTHS, LONGEST, PIECES, distance, random_batch, seeded
+from tiny import (
+    HEADS,
+    HIDDEN,
+    INNER,
+    LENGTHS,
+    LONGEST,
+    PIECES,
+    distance,
+    layout,
+    random_batch,
+    seeded,
+)
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -27,7 +38,7 @@ from xformer.data import vocabularies
 from xformer.data.errors import BadInput
 from xformer.data.files import file_checksum, read_json, write_json
 from xformer.model.config import ModelConfig
-from xformer.ops.attention import attention, layout, probabilities
+from xformer.ops.attention import attention, probabilities
 from xformer.optim import OptimConfig, clip_and_step, gradient_norm, learning_rate
 from xformer.tasks.task import Model
 
@@ -68,7 +79,7 @@ def test_attention_equals_the_padded_one(lengths: list[int]) -> None:
 
 def test_the_maps_are_those_of_padded_attention() -> None:
     qkv = projections(LENGTHS, 5)
-    actual = probabilities(qkv, layout(np.cumsum([0, *LENGTHS])))
+    actual, _ = probabilities(qkv, layout(np.cumsum([0, *LENGTHS])))
     _, expected = padded_attention(qkv, LENGTHS)
     assert actual.shape == (len(LENGTHS), HEADS, LONGEST, LONGEST)
     for one, n, wanted in zip(actual, LENGTHS, expected, strict=True):

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import seeded
+from tiny import layout, seeded
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from xformer.ops import native
 from xformer.ops.add_norm import add_norm
-from xformer.ops.attention import Layout, attention, layout, probabilities
+from xformer.ops.attention import Layout, attention, probabilities
 from xformer.ops.cast_weights import cast_weights
 from xformer.ops.dropout import dropout, keep_mask, new_seed, plain
 from xformer.ops.rotary import frequencies, rotary, turns
@@ -216,7 +216,7 @@ def test_a_window_hides_what_is_far(way: str, window: int) -> None:
     scores = (q @ k.mT / 10).masked_fill(~near, -math.inf)
     torch.testing.assert_close(actual, scores.softmax(-1))
     assert torch.equal(actual > 0, near.expand(2, -1, -1))
-    assert torch.equal(probabilities(qkv, where)[0] > 0, near.expand(2, -1, -1))
+    assert torch.equal(probabilities(qkv, where)[0][0] > 0, near.expand(2, -1, -1))
 
 
 def test_rotary_positions_turn_pairs_as_complex_numbers() -> None:
@@ -376,7 +376,7 @@ def test_a_seed_fixes_the_mask() -> None:
 def test_dropout_falls_on_the_probabilities() -> None:
     qkv = torch.randn(60, 3, 2, 60, generator=seeded(1))
     qkv[:, 2] = torch.eye(60)[:, None]  # an output row is its row of probabilities
-    weights = probabilities(qkv, layout([0, 60]))[0].transpose(0, 1)
+    weights = probabilities(qkv, layout([0, 60]))[0][0].transpose(0, 1)
     for way in WAYS:
         with taking(way):
             actual = attention(qkv, layout([0, 60]), RATE)

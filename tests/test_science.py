@@ -29,7 +29,6 @@ from xformer.recipe import Recipe
 from xformer.study.forecast import Notes
 from xformer.study.plan import Job, content_key, identity
 from xformer.study.spec import read_study
-from xformer.tasks.regress import regression
 
 TWO_STEPS = ["train.steps=2", "train.select=last"]
 
@@ -464,18 +463,6 @@ def test_an_infinite_label_is_named(
     (store / "sums.json").unlink(missing_ok=True)
     done = forks.run("evaluate.py", learned["scores"], f"data={store}")
     refused(done, "the split 'test': 2 labels are not finite, in the rows 3, 5")
-
-
-def test_correlations_refuse_what_is_not_finite() -> None:
-    rising = np.arange(5.0)
-    nan = np.where(rising == 3, np.nan, rising)
-    with pytest.raises(Failure, match=r"the predictions are not finite in 1 of 5 rows: 3"):
-        regression(nan, rising)
-    with pytest.raises(Failure, match=r"the labels are not finite in 1 of 5 rows: 3"):
-        regression(rising, nan)
-    constant = regression(np.ones(5), rising)
-    assert constant == {"pearson": 0.0, "spearman": 0.0}  # undefined, and reported as 0, not as NaN
-    assert regression(rising, 2 * rising)["pearson"] == pytest.approx(1.0)
 
 
 def test_no_analysis_publishes_nan(tmp_path: Path) -> None:

@@ -208,6 +208,29 @@ def test_damage_is_refused_on_opening(tmp_path, damage, phrase):
         open_store(path)
 
 
+@pytest.mark.parametrize("piece", [64, 256, 1024])
+def test_values_are_checked_across_the_pieces_that_are_read(tmp_path, monkeypatch, piece):
+    """Offsets that decrease from one piece to the next, ids beyond the vocabulary in the first and
+    the last piece, and a first offset that is not 0. A block of 256 bytes holds 64 offsets or 128
+    ids, and the header takes half of the first one."""
+    monkeypatch.setattr(files, "BLOCK", 256)
+    monkeypatch.setattr(files, "PIECE", piece)
+    actual = open_store(write(tmp_path / "s", [[5]] * 100))
+
+    def invalid(name: str, row: int, value: int) -> list[int]:
+        values = np.load(actual.path / name)
+        values[row] = value
+        np.save(tmp_path / "changed.npy", values)
+        blocks = files.checked_blocks(tmp_path / "changed.npy", actual._validity(name))
+        return [number for number, (_, valid) in enumerate(blocks) if not valid]
+
+    for row, value, bad in ((0, 1, 0), (31, 2, 0), (32, 2, 1), (33, 2, 1), (96, 2, 2), (100, 2, 2)):
+        assert invalid("train/tokens.offsets.npy", row, value) == [bad], row
+    assert invalid("train/tokens.offsets.npy", 5, 5) == []
+    for row, bad in ((0, 0), (63, 0), (64, 1), (99, 1)):
+        assert invalid("train/tokens.npy", row, 60_000) == [bad], row
+
+
 def test_one_flipped_bit_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "BLOCK", 256)
     monkeypatch.setattr(store, "BLOCK", 256)

@@ -32,9 +32,9 @@ from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import create_store
 from xformer.freeze import chosen
 from xformer.model.config import ModelConfig
+from xformer.recipe import AnyOperation
+from xformer.study.forecast import shape_after
 from xformer.surgery import random_values
-from xformer.surgery.layers import shape_after
-from xformer.surgery.operations import AnyOperation
 from xformer.surgery.registry import OPERATIONS, parse_operation, split_docstring
 
 WORD, BIAS = "encoder.embeddings.word.weight", "mlm_head.bias"

@@ -32,8 +32,7 @@ from toys import TOPICS, WORDS, Toys
 from xformer.data import published, vocabularies
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
-from xformer.data.store import UNLABELLED, UNSEEN, Ragged, Split, Store, open_store
-from xformer.data.tags import IGNORED, is_bio
+from xformer.data.store import IGNORED, UNLABELLED, UNSEEN, Ragged, Split, Store, is_bio, open_store
 from xformer.data.tokenizers import Tokenizer
 from xformer.preprocess import cli
 from xformer.preprocess.tasks.first_tokens import encode_words

@@ -5,6 +5,7 @@ T tokens in the batch, N sequences, L length.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from xformer.convert.names import FAMILIES, Family, Table, expand
 from xformer.data import published, tokenizers, vocabularies
 from xformer.data.batch import Batch
 from xformer.data.files import write_json
+from xformer.ops.attention import Layout
 
 LAYERS, HEADS, HIDDEN, INNER, PIECES, LONGEST, EMBEDDING = 2, 3, 39, 53, 97, 17, 11
 VOCABULARY = [*tokenizers.BERT_SPECIAL.values(), *(f"w{i}" for i in range(PIECES - 5))]
@@ -257,3 +259,9 @@ def in_our_names(
     if family.name == "modernbert":  # it has no biases, and no norm in the first layer
         names = {ours: parts for ours, parts in names.items() if set(parts) <= set(bare)}
     return {ours: torch.cat([bare[name] for name in names[ours]]) for ours in names}
+
+
+def layout(bounds: Sequence[int] | np.ndarray) -> Layout:
+    """The layout of a packed batch from the bounds of its sequences, (N + 1,) integers."""
+    ends = np.array(bounds, np.int32)
+    return Layout(torch.from_numpy(ends), int(np.diff(ends).max(initial=0)))

@@ -4,7 +4,7 @@ computed later without the model and the store.
     from xformer.predictions import read
 
     valid = read("runs/cola/predictions/valid.npz")
-    valid.metrics()                             # exactly the metrics in result.json
+    valid.metrics()                             # the metrics in result.json
     valid.arrays["outputs"].argmax(1)           # (N,) the predicted classes
     valid.arrays["label"], valid.classes
 
@@ -53,7 +53,7 @@ def write(path: str | Path, predictions: Predictions, store: str) -> None:
     path, questions = Path(path), predictions.questions
     about = {
         "format": FORMAT,
-        "head": predictions.head,
+        "head": predictions.task.name,
         "split": predictions.split,
         "classes": predictions.classes,
         "questions": None if questions is None else vars(questions),

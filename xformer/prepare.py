@@ -42,7 +42,6 @@ from xformer.tasks.task import Head, Task
 from xformer.trajectory import Timeline, Trajectory
 
 PROBED = ("task_head",)  # what a probe trains
-OF_DROPOUT = 4  # keeps the hash keys of dropout apart from those of other uses
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Setup:
     def seed_dropout(self, step: int, micro_batch: int) -> None:
         """Seed dropout, which has its own seed in every step, micro-batch and rank."""
         seed = self.recipe.seed.of("dropout")
-        number = hashing.key(seed, OF_DROPOUT, step, micro_batch, self.ranks.rank)
+        number = hashing.key(seed, hashing.DROPOUT, step, micro_batch, self.ranks.rank)
         self.ranks.seed(int(number >> 1))
 
     @property

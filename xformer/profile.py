@@ -24,7 +24,7 @@ STEPS = 5  # steps of the trace
 WORDS = {
     "waiting for data": "^waiting for data$",
     "communication": "nccl|gloo|c10d|all_?reduce|all_?gather",
-    "activations and loss": "gelu|relu|tanh|log_?softmax|nll_?loss|cross_entropy",
+    "activations and loss": "gelu|relu|tanh|log_?softmax|nll_?loss|cross_entropy|vocabulary_loss",
     "attention": "attention|attn|softmax|bmm|rotary|flash|fmha",
     "LayerNorm": "layer_?norm|batch_?norm|add_norm|gamma_?beta",
     "dropout": "dropout|bernoulli|random_|fill_mask|masked_scale|aten::ge$",

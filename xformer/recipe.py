@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import (
     Field,
@@ -18,13 +18,18 @@ from xformer.config import Paths, Settings, each
 from xformer.model.config import NEWER, ModelConfig
 from xformer.optim import OptimConfig
 from xformer.parallel.processes import TrainingSystem
-from xformer.surgery.operations import AnyOperation
+from xformer.surgery.registry import OPERATIONS, Operation
 from xformer.tasks.known import TASKS
 
 if TYPE_CHECKING:
     TaskName = str
+    AnyOperation = Operation
 else:
     TaskName = Literal[tuple(TASKS)]
+    # importing xformer.surgery has registered all operations
+    schemas = tuple(known.schema for known in OPERATIONS.values())
+    # the key `op` selects the schema
+    AnyOperation = Annotated[Union[schemas], Field(discriminator="op")]  # noqa: UP007
 # Fields that were added after the first results. A run of an earlier version counts as having their
 # defaults. Such a field enters the key of a study's run only if it differs from its default, so
 # earlier results keep their keys. Add each new field here.

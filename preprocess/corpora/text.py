@@ -14,6 +14,7 @@ from xformer.data import tokenizers
 from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
+from xformer.data.files import read_json
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
@@ -228,10 +229,20 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def longest_row(directory: str | Path) -> int | None:
+    """The longest row, special tokens included, that the model of a checkpoint or a finished run
+    takes. None if the directory holds no model."""
+    file = tokenizers.model_directory(directory) / "config.json"
+    content = read_json(file) if file.is_file() else None
+    model = content.get("model") if isinstance(content, dict) else None
+    longest = model.get("max_positions") if isinstance(model, dict) else None
+    return longest if type(longest) is int else None
+
+
 def _longest(tokenizer: Path, given: int | None) -> int:
     """The length of a row: as `given`, or else the default. Prints a note if `given` is too long
     for the tokenizer's model, or if that model lowers the default."""
-    limit = tokenizers.longest_row(tokenizer)
+    limit = longest_row(tokenizer)
     if given is not None:
         if limit is not None and given > limit - 2:
             line = f"note: --max-tokens {given} is more than the model of {tokenizer} can read"

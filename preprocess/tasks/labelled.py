@@ -29,8 +29,7 @@ from xformer.data import tokenizers
 from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
-from xformer.data.store import ORDER, UNLABELLED, UNSEEN
-from xformer.data.tags import IGNORED, NO_LABEL, is_bio
+from xformer.data.store import IGNORED, NO_LABEL, ORDER, UNLABELLED, UNSEEN, is_bio
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from xformer.data import vocabularies
 from xformer.data.arguments import whole_number
 from xformer.data.errors import BadInput
-from xformer.data.tags import NO_LABEL
+from xformer.data.store import NO_LABEL
 
 from ..bad import BadRows
 from ..binarize import check_files, read_lines

@@ -26,7 +26,7 @@ from xformer.analysis import drawing
 from xformer.analysis.subcommand import NameList, Output, Subcommand, publish
 from xformer.config import flat
 from xformer.data import style
-from xformer.data.display import many, plus_minus
+from xformer.data.display import many
 from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.run import completed, read_config
@@ -86,7 +86,7 @@ def run(paths: list[str], config: CurvesConfig) -> None:
     }
     first = drawn[0]["series"]
     line = f"curves {config.value}: " + "; ".join(
-        f"{s['name']} {plus_minus(s['mean'][-1], s['deviation'][-1], len(s['runs']))} at "
+        f"{s['name']} {drawing.plus_minus(s['mean'][-1], s['deviation'][-1], len(s['runs']))} at "
         f"{config.x} {s['x'][-1]:g} ({many(len(s['runs']), 'run')})"
         for s in first
     )

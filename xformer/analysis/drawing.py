@@ -21,6 +21,15 @@ def spread(values: Any) -> dict[str, float]:
     return {"mean": float(np.mean(values)), "deviation": deviation}
 
 
+def plus_minus(mean: float, deviation: float, runs: int) -> str:
+    """A mean and its deviation: 6.474 ± 0.012; for two runs the mean and both numbers, 6.474
+    (6.462, 6.486); for a single run 6.474."""
+    if runs == 2:
+        half = deviation / 2**0.5  # the deviation of a sample of two is their distance / sqrt(2)
+        return f"{mean:.4g} ({mean - half:.4g}, {mean + half:.4g})"
+    return f"{mean:.4g}" + (f" ± {deviation:.2g}" if runs > 2 else "")
+
+
 def short(name: str) -> str:
     """A name that fits in a legend: if it is too long, only its end is kept."""
     return plain(name if len(name) <= NAME_LENGTH else f"…{name[1 - NAME_LENGTH :]}")

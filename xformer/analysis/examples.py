@@ -264,7 +264,7 @@ def inside(encoder: Encoder, batch: Batch[Tensor], maps: bool = False) -> Inside
     def keep_maps(module: nn.Module, inputs: object, qkv: Tensor) -> None:
         (_, layout, _, turn) = given[0]
         qkv = qkv.view(len(qkv), 3, encoder.config.heads, -1)
-        padded = probabilities(qkv if turn is None else rotary(qkv, *turn), layout)
+        padded, _ = probabilities(qkv if turn is None else rotary(qkv, *turn), layout)
         kept.append([x[:, :n, :n] for x, n in zip(padded, sizes, strict=True)])
 
     with ExitStack() as hooks:

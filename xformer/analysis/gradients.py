@@ -196,7 +196,7 @@ class PerExample(TorchFunctionMode):
         if rule is not None:
             return rule(self, *args, **kwargs)
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor):
+        if isinstance(result, Tensor) and result is not known[0]:  # as a cast to its own type is
             name = self.names.get(id(known[0]), "a row of a parameter")
             raise Failure(
                 f"{name} is used by {func}, which this analysis does not know; add a rule to RULES"

@@ -1,14 +1,15 @@
 """From the rows of a store to a packed batch: map ids, truncate, add special tokens, pack, mask.
 
-T tokens in the batch, N rows, M masked or tagged tokens, E examples. The rows of a batch are sorted
-by length, because some attention kernels pad neighbouring rows to the same length.
+T tokens in the batch, N rows, M masked or tagged tokens, E examples, V vocabulary, K ordinary
+pieces. The rows of a batch are sorted by length, because some attention kernels pad neighbouring
+rows to the same length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
@@ -49,9 +50,7 @@ class Batch(Generic[Array]):
     @property
     def first(self) -> Array:
         """The index of each row's first token, (N,)."""
-        bounds: Any = self.cu_seqlens
-        first: Array = bounds[:-1]
-        return first
+        return self.cu_seqlens[:-1]  # type: ignore[index]
 
     def to(self, device: Any) -> Batch[Array]:
         """A batch of tensors on another device. (`xformer.tasks.task.to_device` makes one from
@@ -144,8 +143,6 @@ class Assembler:
     tokenizer: Tokenizer
     max_tokens: int
     mapping: np.ndarray | None = None
-    special: np.ndarray = field(init=False, repr=False)
-    ordinary: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.max_tokens < self.extra:
@@ -153,12 +150,18 @@ class Assembler:
                 f"batch.max_tokens={self.max_tokens} leaves no room for the {self.extra} special "
                 "tokens of a row; give a larger number"
             )
+
+    @cached_property
+    def special(self) -> np.ndarray:
+        """Whether each id of the model is a special token, (V,)."""
         special = np.zeros(len(self.tokenizer), bool)
         special[list(self.tokenizer.special.values())] = True
-        if self.mapping is not None:
-            object.__setattr__(self, "mapping", self.mapping.astype(np.int32))
-        object.__setattr__(self, "special", special)
-        object.__setattr__(self, "ordinary", np.flatnonzero(~special))
+        return special
+
+    @cached_property
+    def ordinary(self) -> np.ndarray:
+        """The ids that can replace a masked token: all but the special tokens, (K,)."""
+        return np.flatnonzero(~self.special)
 
     @property
     def examples(self) -> int:
@@ -339,7 +342,7 @@ class Assembler:
         if not len(column.values):
             return np.zeros(len(places), np.int32)
         ids = column.values.take(places, mode="clip")
-        return ids.astype(np.int32) if self.mapping is None else self.mapping[ids]
+        return (ids if self.mapping is None else self.mapping[ids]).astype(np.int32)
 
     def _labels(self, rows: np.ndarray, second: np.ndarray, b: np.ndarray) -> np.ndarray:
         """The labels of these rows: (N,) classes or scores, or (N, 2) spans.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from xformer.data.batch import Batch
-from xformer.data.tags import IGNORED
+from xformer.data.store import IGNORED
 
 ALIGNED = 16  # tokens and places are multiples of this, as 16-bit matrix products like it
 SPARE = 1.25  # room for rows: this many times those of the batch with the most, plus filler rows

@@ -222,12 +222,3 @@ def duration(seconds: float) -> str:
 def many(count: int, noun: str) -> str:
     """A count with its noun in singular or plural: 1 example, 2 examples."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def plus_minus(mean: float, deviation: float, runs: int) -> str:
-    """A mean and its deviation: 6.474 ± 0.012; for two runs the mean and both numbers, 6.474
-    (6.462, 6.486); for a single run 6.474."""
-    if runs == 2:
-        half = deviation / 2**0.5  # the deviation of a sample of two is their distance / sqrt(2)
-        return f"{mean:.4g} ({mean - half:.4g}, {mean + half:.4g})"
-    return f"{mean:.4g}" + (f" ± {deviation:.2g}" if runs > 2 else "")

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -40,8 +40,9 @@ def installed(path: str | Path) -> Path:
 
 
 def near(path: Path, folders: bool = True) -> str:
-    """ "; did you mean X?" for a path that does not exist, or "" if nothing is near. X differs from
-    the path in the name of one part. It is a folder, or also a file unless `folders`."""
+    """A hint for a path that does not exist: "; did you mean X?", or "" if nothing is near. X
+    differs from the path in the name of one part. It is a folder; without `folders` it can also be
+    a file."""
     real = installed(path)
     wrong = real
     while not wrong.parent.exists():
@@ -361,15 +362,23 @@ def _alive(process: int) -> bool:
 def block_checksums(path: Path) -> Iterator[str]:
     """The SHA-256 of every 64 MiB block of a file, in order. Each block is read when its checksum
     is asked for."""
-    piece = memoryview(bytearray(PIECE))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(piece[:BLOCK]):
-            digest, size = hashlib.sha256(), 0
+    return (checksum for checksum, _ in checked_blocks(path, lambda piece: True))
+
+
+def checked_blocks(path: Path, valid: Callable[[memoryview], bool]) -> Iterator[tuple[str, bool]]:
+    """The SHA-256 of every 64 MiB block of a file, in order, and whether `valid` is true of all
+    pieces of the block. `valid` gets the pieces of the file in order, and each only during the
+    call. A block is read once, when it is asked for."""
+    buffer = memoryview(bytearray(PIECE))
+    with path.open("rb") as file:
+        while count := file.readinto(buffer[:BLOCK]):
+            digest, size, good = hashlib.sha256(), 0, True
             while count:
-                digest.update(piece[:count])
+                digest.update(buffer[:count])
+                good &= valid(buffer[:count])
                 size += count
-                count = file.readinto(piece[: BLOCK - size])
-            yield digest.hexdigest()
+                count = file.readinto(buffer[: BLOCK - size])
+            yield digest.hexdigest(), good
 
 
 def file_checksum(path: Path) -> str:

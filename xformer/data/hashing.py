@@ -8,6 +8,9 @@ from functools import lru_cache
 import numpy as np
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# The purpose of a key, which follows the seed. The numbers must differ, so that choices for two
+# purposes are independent. Another number would change all runs.
+FRACTION, EPOCH, MASK, DROPOUT, STORE = 1, 2, 3, 4, 5
 
 
 def mix(x: np.ndarray) -> np.ndarray:

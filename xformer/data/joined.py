@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import reduce
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -138,14 +137,15 @@ def _refuse_unlike(first: Store, other: Store) -> None:
     """Raise BadInput if two stores cannot be read as one, naming the difference."""
     for what, a, b in (
         ("kind", first.kind, other.kind),
-        ("labels", ", ".join(first.labels), ", ".join(other.labels)),
+        ("labels", first.labels, other.labels),
         ("metric", first.metric, other.metric),
         ("the number of endings", str(first.choices), str(other.choices)),
         ("tokenizer", first.fingerprint[:12], other.fingerprint[:12]),
         ("columns", _columns(first), _columns(other)),
     ):
         if a != b:
-            ours, theirs = (one_line(words or "none", 80) for words in (a, b))
+            words = (", ".join(each) if isinstance(each, list) else each for each in (a, b))
+            ours, theirs = (one_line(each or "none", 80) for each in words)
             raise BadInput(
                 f"{first.name} and {other.name} cannot be read as one: they differ in {what} "
                 f"({ours}; {theirs})"
@@ -163,30 +163,40 @@ def _joined_split(name: str, parts: Sequence[Store]) -> Split:
     """One split of all stores. Held-out rows that several stores share are read only once."""
     having = [part for part in parts if name in part.splits]
     different = {part.key if name == "train" else part.split_key(name): part for part in having}
-    return reduce(_join, [part.split(name) for part in different.values()])
+    splits = [part.split(name) for part in different.values()]
+    if len(splits) == 1:
+        return splits[0]
+    tables = [split.columns for split in splits]
+    columns = {column: _column(column, tables) for column in tables[0]}
+    words = [split.words for split in splits if split.words is not None]
+    return Split(
+        name,
+        sum(split.rows for split in splits),
+        sum(split.tokens for split in splits),
+        columns,
+        sum(words) if len(words) == len(splits) else None,
+        splits[0].together,
+    )
 
 
-def _join(a: Split, b: Split) -> Split:
-    """The rows of `a`, followed by those of `b`, a split with the same columns."""
-    columns = {name: _column(name, a.columns, b.columns) for name in a.columns}
-    words = None if a.words is None or b.words is None else a.words + b.words
-    return Split(a.name, a.rows + b.rows, a.tokens + b.tokens, columns, words, a.together)
-
-
-def _arrays(values: np.ndarray | Parts) -> Sequence[np.ndarray]:
-    return values.arrays if isinstance(values, Parts) else [values]
-
-
-def _column(name: str, a: dict[str, Any], b: dict[str, Any]) -> Any:
-    """A column of two joined splits, from the columns `a` and `b` of each."""
-    first, second = a[name], b[name]
-    if isinstance(first, Ragged):
-        values: Any = Parts([*_arrays(first.values), *_arrays(second.values)])
+def _column(name: str, tables: Sequence[dict[str, Any]]) -> Any:
+    """A column of joined splits; `tables` are the columns of each."""
+    columns = [table[name] for table in tables]
+    if isinstance(columns[0], Ragged):
+        values: Any = Parts([column.values for column in columns])
+        begins = values.bounds[:-1]
+        moved = [column.offsets[1:] + n for column, n in zip(columns, begins, strict=True)]
         dtype = np.int32 if len(values) < 2**31 else np.int64
-        moved = second.offsets[1:].astype(np.int64) + len(first.values)
-        return Ragged(values, np.concatenate([first.offsets, moved]).astype(dtype))
-    if name == "group":  # the numbers of documents, music pieces or questions go on from `a`
-        second = second + (len(a["question.id"]) if "question.id" in a else int(first.max()) + 1)
+        return Ragged(values, np.concatenate([columns[0].offsets[:1], *moved], dtype=dtype))
+    if name == "group":  # the numbers of documents, music pieces or questions go on
+        counts = [
+            len(table["question.id"]) if "question.id" in table else int(table[name].max()) + 1
+            for table in tables
+        ]
     elif name == "question.context":  # row numbers in the table `context`
-        second = second + len(a["context.text"])
-    return np.concatenate([first, second]).astype(first.dtype, copy=False)
+        counts = [len(table["context.text"]) for table in tables]
+    else:
+        return np.concatenate(columns)
+    begins = np.cumsum([0, *counts[:-1]])
+    moved = [column + n for column, n in zip(columns, begins, strict=True)]
+    return np.concatenate(moved).astype(columns[0].dtype)

@@ -11,12 +11,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from xformer.data.hashing import GOLDEN, key, mix
+from xformer.data.hashing import GOLDEN, MASK, key, mix
 
-MASK = 3  # distinguishes these keys from those of xformer.data.sampler
 # SpanBERT: a span has at most LONGEST tokens, and ends after each of them with the chance STOP
 LONGEST, STOP = 10, 0.2
-# how many times the standard deviation of single tokens the number of masked tokens has
+# With spans the number of masked tokens varies more: its standard deviation is this many times that
+# of single tokens.
 SPREAD = 2.3
 
 

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from xformer.data.hashing import key
+from xformer.data.hashing import STORE, key
 from xformer.data.sampler import Samples
 
-STORE = 5  # keeps the seeds of the stores apart from other hash keys
 DECK = 1024
 STAGES = 256  # if the weights change, a run has this many decks, but none under 16 samples
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xformer.data.hashing import key, keys
+from xformer.data.hashing import EPOCH, FRACTION, key, keys
 
 ROUNDS = 4
-FRACTION, EPOCH = 1, 2  # distinguish keys for different purposes; see also xformer.data.masking
 # At most this many samples are looked up at once. At first there are fewer, because the store may
 # not be in the page cache.
 AHEAD = 2**16

@@ -17,8 +17,9 @@ Any program can read the columns with `np.load(file, mmap_mode="r")`.
 from __future__ import annotations
 
 import os
+import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -31,7 +32,7 @@ from xformer.data import tokenizers
 from xformer.data.errors import BadInput, Failure, typed
 from xformer.data.files import (
     BLOCK,
-    block_checksums,
+    checked_blocks,
     file_checksum,
     half_replaced,
     installed,
@@ -42,7 +43,6 @@ from xformer.data.files import (
     read_own_json,
     what_is,
 )
-from xformer.data.tags import IGNORED
 
 FORMAT, JOINED = 1, 2  # JOINED: the store consists of others (see xformer.data.joined)
 MAX_PIECES = 2**24  # largest size of a vocabulary
@@ -50,8 +50,12 @@ TEXTS = ("tokens", "tokens_b")  # the columns of ids
 # the splits that preprocess.py writes, in their order in a store
 ORDER = ("train", "valid", "valid_mismatched", "test", "test_mismatched")
 UNLABELLED, UNSEEN = -1, -2  # label of a row without a class; with a class unseen in training
+# Words are separated by white space. The label of a word is that of its first token (Devlin et al.
+# 2019, section 5.3), and its other tokens are IGNORED. A word can be UNLABELLED or UNSEEN, too.
+IGNORED = -100
+NO_LABEL = "_"  # in labels as text: this word has no label
+BIO = re.compile(r"O|[BI]-.+")
 SUMS = "sums.json"
-CHECKED = 2**22  # bytes of a column that are read at a time to check its values
 TRIES = 100  # attempts to open a store that is being replaced
 REMEDY = "make the store again, or restore it from a copy"
 HEADER = 128  # bytes of a column's .npy header, which has room for any number of rows
@@ -158,50 +162,47 @@ class Store:
         early if the store has been replaced since it was opened.
         """
         for name, sums in _files(self.meta):
-            checksums, possible = block_checksums(self.path / name), self._possible(name)
+            blocks = checked_blocks(self.path / name, self._validity(name))
             for block, expected in enumerate(sums):
-                try:
-                    good = next(checksums, None) == expected
-                    good &= next(possible, True)
-                except FileNotFoundError:
-                    good = False
+                good = False
+                with suppress(FileNotFoundError):
+                    good = next(blocks, None) == (expected, True)
                 if not good and _stamp(self.path / name) != self._files[name]:
                     return
                 yield name, block, good
 
-    def _possible(self, name: str) -> Iterator[bool]:
-        """For each block of a file, whether its values are valid: ids in the vocabulary, labels
-        that are classes, offsets that never decrease. The blocks are read and not mapped, because
-        mapped pages would count as memory of the run."""
+    def _validity(self, name: str) -> Callable[[memoryview], bool]:
+        """A function that takes the pieces of a file in order, and says of each whether its values
+        are valid: ids in the vocabulary, labels that are classes, offsets that start at 0 and never
+        decrease. The file is read and not mapped, because mapped pages would count as memory of the
+        run."""
         split, _, file = name.partition("/")
-        column, offsets = file.removesuffix(".npy"), file.endswith(".offsets.npy")
+        column, of_offsets = file.removesuffix(".npy"), file.endswith(".offsets.npy")
         values = self._splits[split].columns[column.removesuffix(".offsets")]
         least, most = 0, self.vocab_size
         if column in ("label", "labels") and self.kind in ("class", "tag"):
             least, most = UNSEEN if column == "label" else IGNORED, len(self.labels)
         elif column == "label" and self.kind == "choice":
             least, most = UNLABELLED, self.choices
-        elif not offsets and column not in TEXTS:
-            return
+        elif not of_offsets and column not in TEXTS:
+            return lambda piece: True
         if isinstance(values, Ragged):
-            values = values.offsets if offsets else values.values
-        last, end = 0, HEADER + values.nbytes
-        with (self.path / name).open("rb") as column_file:
-            for block in range(0, end, BLOCK):
-                good, block_end = True, min(block + BLOCK, end)
-                for start in range(block, block_end, CHECKED):
-                    begin, stop = max(start, HEADER), min(start + CHECKED, block_end)
-                    column_file.seek(begin)
-                    part = np.fromfile(column_file, values.dtype, (stop - begin) // values.itemsize)
-                    if not len(part):
-                        continue
-                    if not offsets:
-                        good &= bool(part.min() >= least and part.max() < most)
-                        continue
-                    good &= bool(part[0] >= last and (np.diff(part) >= 0).all())
-                    good &= start > 0 or bool(part[0] == 0)
-                    last = part[-1]
-                yield good
+            values = values.offsets if of_offsets else values.values
+        header, last, dtype = HEADER, None, values.dtype
+
+        def valid(piece: memoryview) -> bool:
+            nonlocal header, last
+            piece, header = piece[header:], max(0, header - len(piece))
+            part = np.frombuffer(piece, dtype, len(piece) // dtype.itemsize)
+            if not len(part):
+                return True
+            if not of_offsets:
+                return bool(part.min() >= least and part.max() < most)
+            begins = part[0] == 0 if last is None else part[0] >= last
+            last = part[-1]
+            return bool(begins and (part[1:] >= part[:-1]).all())
+
+        return valid
 
     def damage(self) -> str:
         """A sentence that names the first bad block, or "" if all are good."""
@@ -393,3 +394,9 @@ def _files(meta: dict[str, Any]) -> list[tuple[str, list[str]]]:
     """The files of all splits, with the checksums of their blocks."""
     splits = meta["splits"].values()
     return [(name, file["sha256"]) for split in splits for name, file in split["files"].items()]
+
+
+def is_bio(labels: Collection[str]) -> bool:
+    """Whether these classes mark entities: B-X begins an entity of type X, I-X continues it, O is
+    outside (Ramshaw & Marcus 1995)."""
+    return all(map(BIO.fullmatch, labels)) and any(label != "O" for label in labels)

@@ -272,7 +272,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
     Raises BadInput if there is no tokenizer, or if its files differ from the recorded fingerprint.
     """
-    path = _selected(directory)
+    path = model_directory(directory)
     if not (path / META).is_file():
         if not path.exists():
             hint = near(Path(directory)) or "; give a tokenizer, a store, a run or micro/english"
@@ -304,17 +304,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def longest_row(directory: str | Path) -> int | None:
-    """The longest row, special tokens included, that the model of a checkpoint or a finished run
-    takes. None if the directory holds no model."""
-    file = _selected(directory) / "config.json"
-    content = read_json(file) if file.is_file() else None
-    model = content.get("model") if isinstance(content, dict) else None
-    longest = model.get("max_positions") if isinstance(model, dict) else None
-    return longest if type(longest) is int else None
-
-
-def _selected(directory: str | Path) -> Path:
+def model_directory(directory: str | Path) -> Path:
     """The directory itself, or the checkpoint that it stands for as a finished run."""
     path = installed(directory)
     put_back(path)

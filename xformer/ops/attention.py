@@ -6,12 +6,11 @@ T tokens in the batch, N sequences, H heads, D size of a head, L length of the l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,12 +43,6 @@ class Layout:
                 f"cu_seqlens must be (N + 1,) int32 without gaps, not {tuple(ends.shape)} "
                 f"{ends.dtype} with stride {ends.stride()}"
             )
-
-
-def layout(boundaries: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> Layout:
-    """The layout of a packed batch from the boundaries of its sequences, (N + 1,) integers."""
-    ends = np.array(boundaries, np.int32)
-    return Layout(torch.from_numpy(ends).to(device), int(np.diff(ends).max(initial=0)))
 
 
 @named
@@ -95,7 +88,7 @@ def plain(
     inside = (token < ends[-1])[:, None, None]
     if not len(ends) - 1 or not layout.longest:
         return torch.where(inside, qkv[:, 0], 0.0)
-    weights, v = _probabilities(qkv, layout)
+    weights, v = probabilities(qkv, layout)
     if dropout > 0.0:
         weights = _dropped(weights, layout.cu_seqlens + first, dropout, seed)
     out = (weights.to(v.dtype) @ v).transpose(1, 2).flatten(0, 1)  # (N L, H, D)
@@ -133,13 +126,9 @@ def _misfit(tokens: int, longest: int) -> str:
     )
 
 
-def probabilities(qkv: Tensor, layout: Layout) -> Tensor:
-    """The attention maps, (N, H, L, L). Entries beyond the length of a sequence are meaningless."""
-    return _probabilities(qkv, layout)[0]
-
-
-def _probabilities(qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """The attention maps (N, H, L, L), and v padded, (N, H, L, D)."""
+def probabilities(qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """The attention maps (N, H, L, L), and v padded, (N, H, L, D). Entries beyond the length of a
+    sequence are meaningless."""
     starts, sizes = layout.cu_seqlens[:-1, None], layout.cu_seqlens.diff()[:, None]
     position = torch.arange(layout.longest, device=qkv.device)
     # Padding repeats the last real token: a NaN must not reach another sequence.
@@ -186,13 +175,13 @@ def check_kernels(device: torch.device) -> str:
         "flash": (_flash, torch.bfloat16, 5e-2, (0, 2)),
         "efficient": (_efficient, torch.float32, 1e-4, (0,)),
     }
-    problems = []
+    ends, problems = torch.tensor([0, 4, 4, 11], dtype=torch.int32, device=device), []
     for name, (kernel, dtype, bound, windows) in kernels.items():
         qkv = torch.linspace(-2.0, 2.0, 11 * 3 * 2 * 20, device=device).sin().view(11, 3, 2, 20)
         errors = []
         try:
             for window in windows:
-                where = replace(layout([0, 4, 4, 11], device), window=window)
+                where = Layout(ends, 7, window)
                 wanted = _with_gradient(plain, qkv.to(dtype).float(), where)
                 given = _with_gradient(kernel, qkv.to(dtype), where)
                 errors.append((given - wanted).abs().max().item())
@@ -217,7 +206,7 @@ def _with_gradient(way: Callable[..., Tensor], qkv: Tensor, layout: Layout) -> T
 def _flash(qkv: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
     """FlashAttention-2 (Dao 2023), as PyTorch ships it: for 16 bits and heads of at most 256."""
     D = qkv.size(3)
-    q, k, v = _padded(qkv, 8).unbind(1)  # (T, H, D) each
+    q, k, v = _wider_heads(qkv, 8).unbind(1)  # (T, H, D) each
     ends, longest, options = layout.cu_seqlens, layout.longest, {"scale": 1 / math.sqrt(D)}
     if layout.window:
         options |= {"window_size_left": layout.window, "window_size_right": layout.window}
@@ -235,7 +224,7 @@ def _efficient(qkv: Tensor, layout: Layout) -> Tensor:
     differently (pytorch issue 115590), so that their masks would differ.
     """
     D = qkv.size(3)
-    q, k, v = _padded(qkv, 4).unsqueeze(0).unbind(2)  # (1, T, H, D) each
+    q, k, v = _wider_heads(qkv, 4).unsqueeze(0).unbind(2)  # (1, T, H, D) each
     # q is scaled here, because PyTorch 2.13 cannot trace the backward pass of a call with `scale`
     if q.size(3) != D:
         q = q * math.sqrt(q.size(3) / D)
@@ -246,7 +235,7 @@ def _efficient(qkv: Tensor, layout: Layout) -> Tensor:
     return out.squeeze(0).narrow(2, 0, D)
 
 
-def _padded(qkv: Tensor, multiple: int) -> Tensor:
+def _wider_heads(qkv: Tensor, multiple: int) -> Tensor:
     """qkv with D padded by zeros to a multiple of `multiple`, which changes no score."""
     more = -qkv.size(3) % multiple
     return F.pad(qkv, (0, more)) if more else qkv

@@ -27,8 +27,8 @@ def dropout(x: Tensor, rate: float) -> Tensor:
     al. 2014).
 
     x: (..., C), of any floating type. Returns the same shape. `rate` is in [0, 1); at 0 the result
-    is x itself. The device's generator decides which elements are dropped. It is
-    differentiable.
+    is x itself. The device's generator decides which elements are dropped. The result can be
+    differentiated.
     """
     if rate == 0.0:
         return x

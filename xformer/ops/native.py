@@ -16,7 +16,7 @@ import struct
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +150,7 @@ def call(name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> in
     """Call a function of the library in its variant for `dtype`, and return its status. `serves`
     must have accepted the tensors."""
     passed = (x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
-    profiled = torch.autograd._profiler_enabled()
-    with torch.profiler.record_function(f"native::{name}") if profiled else nullcontext():
-        return _functions[name, dtype](*passed)
+    return _functions[name, dtype](*passed)
 
 
 def refuse_second_derivative(name: str) -> None:

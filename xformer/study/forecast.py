@@ -38,9 +38,9 @@ from xformer.run import known_dropout
 from xformer.scoring import check_kind
 from xformer.study.plan import Job, Plan, content_key
 from xformer.study.spec import Deviation, Levels, ScoreTable, within
+from xformer.surgery import layers
 from xformer.surgery.embeddings import check_source, check_width
-from xformer.surgery.layers import shape_after
-from xformer.surgery.registry import Operation, parse_operation
+from xformer.surgery.registry import Operation, naming, parse_operation
 from xformer.tasks.known import TASKS, kind_of, task_of
 from xformer.tasks.task import HIGHER, Head, Task
 
@@ -466,6 +466,26 @@ def _read(path: Path, facts: Facts) -> Facts:
         sure = TokenizerFacts(str(path), size, letters, fingerprint=str(meta["fingerprint"]))
         facts = replace(facts, tokenizer=sure)
     return facts
+
+
+def shape_after(config: ModelConfig, steps: Sequence[Operation]) -> ModelConfig:
+    """The config of a model after these operations, with its new number of layers. Other changes to
+    the config, such as the vocabulary of a transplant, are not tracked.
+
+    Raises BadInput that names the first operation on a layer or head that does not exist.
+    """
+    for step in steps:
+        with naming(step.op):
+            if step.op == "keep_layers":
+                count = len(layers.layers_to_keep(config, **step.arguments))
+                config = config.model_copy(update={"layers": count})
+            elif step.op == "reverse_layers":
+                layers.check_order(config, range(layers.count_layers(config), 0, -1))
+            elif step.op == "reinit_last_layers":
+                layers.check_from_layer(config, step.arguments["from_layer"])
+            elif step.op == "reinit_head":
+                layers.check_attention_head(config, step.arguments["layer"], step.arguments["head"])
+    return config
 
 
 def made_kind(command: Sequence[str]) -> str | None:

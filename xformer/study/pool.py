@@ -44,8 +44,6 @@ PRELOADED = [
     "xformer.preprocess.cli",
     "xformer.preprocess.tasks.predict",
     # what these import late
-    "scipy.stats",
-    "sklearn.metrics",
     "tensorboard.compat.proto.event_pb2",
     "tensorboard.summary.writer.record_writer",
     "torch._dynamo",  # by the first optimizer, 1.5 s

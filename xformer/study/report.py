@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
+from xformer.analysis.drawing import plus_minus
 from xformer.config import toml_text
 from xformer.data import style
-from xformer.data.display import plus_minus
 from xformer.data.errors import typed
 from xformer.data.files import make_directory, read_json, write_text
 from xformer.study import dotplot, headline

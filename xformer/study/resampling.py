@@ -115,7 +115,7 @@ def _resampled(source: Source) -> np.ndarray | str:
     if not path.is_file():
         return f"no predictions of {source.split} are kept"
     predictions = read(path)
-    weighted = predictions.task.weighted(predictions, source.metric)
+    weighted = predictions.task.weighted(predictions).get(source.metric)
     if weighted is None:
         return f"{source.metric} is not computed for resampled examples"
     seed = crc32(np.ascontiguousarray(weighted.labels).tobytes())

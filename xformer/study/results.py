@@ -261,7 +261,7 @@ class Results:
             return ROUNDING
         if path not in self._examples:
             predictions = read(path)
-            weighted = predictions.task.weighted(predictions, "accuracy")
+            weighted = predictions.task.weighted(predictions).get("accuracy")
             self._examples[path] = 0 if weighted is None else weighted.examples
         variance = max(0.0, chance * (1 - chance)) / (self._examples[path] or math.inf)
         return max(ROUNDING, float(stats.norm.ppf(LEVEL)) * variance**0.5)

@@ -16,7 +16,7 @@ from xformer.data.display import many
 from xformer.data.errors import BadInput
 from xformer.model.config import ModelConfig
 from xformer.surgery.random_values import refuse_cnn, reinitialise, replace_weights
-from xformer.surgery.registry import Operation, Seed, naming, operation
+from xformer.surgery.registry import Seed, operation
 
 LAYERS = "encoder.layers."
 
@@ -166,26 +166,6 @@ def check_attention_head(config: ModelConfig, layer: int, head: int) -> None:
     _check_layer("layer", layer, count_layers(config))
     if not 1 <= head <= config.heads:
         raise BadInput(f"head={head}: a layer has heads 1 to {config.heads}")
-
-
-def shape_after(config: ModelConfig, steps: Sequence[Operation]) -> ModelConfig:
-    """The config of a model after these operations, with its new number of layers. Other changes to
-    the config, such as the vocabulary of a transplant, are not tracked.
-
-    Raises BadInput that names the first operation on a layer or head that does not exist.
-    """
-    for step in steps:
-        with naming(step.op):
-            if step.op == "keep_layers":
-                count = len(layers_to_keep(config, **step.arguments))
-                config = config.model_copy(update={"layers": count})
-            elif step.op == "reverse_layers":
-                check_order(config, range(count_layers(config), 0, -1))
-            elif step.op == "reinit_last_layers":
-                check_from_layer(config, step.arguments["from_layer"])
-            elif step.op == "reinit_head":
-                check_attention_head(config, step.arguments["layer"], step.arguments["head"])
-    return config
 
 
 def count_layers(config: ModelConfig) -> int:

@@ -25,7 +25,7 @@ from xformer.tasks.task import (
     no_labels,
     texts,
 )
-from xformer.tasks.weighted import Weighted, average
+from xformer.tasks.weighted import Weighted, average, values_of
 
 
 class Choice(Pooled):
@@ -73,14 +73,12 @@ class Choice(Pooled):
         """Means over questions."""
         logits, labels = by_question(predictions)
         losses = -log_softmax(logits)[np.arange(len(labels)), labels]
-        return {"loss": float(losses.mean()), "accuracy": float(right(logits, labels).mean())}
+        return {"loss": float(losses.mean())} | values_of(self.weighted(predictions))
 
-    def weighted(self, predictions: Predictions, metric: str) -> Weighted | None:
-        if metric != "accuracy":
-            return None
+    def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
         logits, labels = by_question(predictions)
-        hits = right(logits, labels)
-        return Weighted(len(labels), labels, lambda w: average(w, hits))
+        right = logits.argmax(1) == labels
+        return {"accuracy": Weighted(len(labels), labels, lambda w: average(w, right))}
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
         """One line per question: the number of its likeliest ending, counted as in the training
@@ -119,8 +117,3 @@ def by_question(predictions: Predictions) -> tuple[np.ndarray, np.ndarray]:
     if not len(known):
         raise no_labels(predictions.split)
     return logits[known], labels[known]
-
-
-def right(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Whether each question's likeliest ending is the correct one, (Q,)."""
-    return np.asarray(logits.argmax(1) == labels)

@@ -6,7 +6,6 @@ N sequences, G groups of them, C hidden size, K classes.
 from __future__ import annotations
 
 import shlex
-import warnings
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from xformer.tasks.task import (
     row_states,
     texts,
 )
-from xformer.tasks.weighted import Weighted, average, macro_f1, matthews
+from xformer.tasks.weighted import Weighted, average, macro_f1, matthews, values_of
 
 
 class Pooled(Task):
@@ -152,9 +151,11 @@ class Classify(Pooled):
         appendix G.4)."""
         logits, labels, _ = known_rows(predictions, predictions.arrays["label"] != UNLABELLED)
         losses = losses_of(log_softmax(logits), labels)
-        return losses | classification(*chosen(predictions), logits.shape[1])
+        return losses | values_of(self.weighted(predictions))
 
-    def weighted(self, predictions: Predictions, metric: str) -> Weighted | None:
+    def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
+        """With two classes, f1 is that of class 1, as in GLUE; with more, it is the mean over
+        classes. A row whose label is not one of the classes counts as wrong."""
         predicted, labels = chosen(predictions)
         names = [1] if self.outputs == 2 else range(self.outputs)
         scores = {
@@ -162,7 +163,7 @@ class Classify(Pooled):
             "f1": lambda w: macro_f1(w, predicted, labels, names),
             "mcc": lambda w: matthews(w, predicted, labels),
         }
-        return Weighted(len(labels), labels, scores[metric]) if metric in scores else None
+        return {name: Weighted(len(labels), labels, score) for name, score in scores.items()}
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
         """One line per row; one per group if the rows come from a file and form groups."""
@@ -275,24 +276,3 @@ def mean_by_group(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def first_by_group(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Values (N,) -> the value of each group's first row (G,), ordered by group number."""
     return values[np.unique(groups, return_index=True)[1]]
-
-
-def classification(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
-    """accuracy, f1 and mcc from class numbers, (N,) each, for a task of `classes` classes.
-
-    With two classes, f1 is that of class 1, as in GLUE; with more, it is the mean over classes. mcc
-    is Matthews' correlation coefficient in scikit-learn's definition, which covers more than two
-    classes. A row whose label is not one of the classes counts as wrong.
-    """
-    from sklearn.metrics import f1_score, matthews_corrcoef
-
-    names = [1] if classes == 2 else range(classes)
-    f1 = f1_score(labels, predictions, labels=names, average="macro", zero_division=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # with a single class it warns and gives 0, as it should
-        mcc = matthews_corrcoef(labels, predictions)
-    return {
-        "accuracy": float((predictions == labels).mean()),
-        "f1": float(f1),
-        "mcc": float(mcc),
-    }

@@ -81,12 +81,8 @@ class MLM(Task):
         the batch has targets, the last ones are padding and do not count."""
         targets = batch.targets
         assert targets is not None
-        if model.training:
-            word = model.encoder.embeddings.word.weight
-            total, correct = model.mlm_head.loss(x, word, targets)
-            return Loss(total, labelled(targets), correct)
-        losses, right = self._by_token(model, x, targets)
-        return Loss(losses.sum(), len(targets), right.sum())
+        total, correct = model.mlm_head.loss(x, model.encoder.embeddings.word.weight, targets)
+        return Loss(total, labelled(targets), correct)
 
     def _logits_of(self, model: Model, x: Tensor) -> Tensor:
         logits: Tensor = model.mlm_head(x, model.encoder.embeddings.word.weight)
@@ -97,9 +93,6 @@ class MLM(Task):
         logits = self._logits_of(model, x)[: len(targets)].float()
         losses = F.cross_entropy(logits, targets, reduction="none")
         return losses, (logits.detach().argmax(1) == targets).float()
-
-    def tokens_read(self, config: ModelConfig, work: Workload) -> int:
-        return work.masked
 
     def head_flops(self, config: ModelConfig, work: Workload) -> int:
         C, E, V = config.hidden, config.width, config.vocab_size
@@ -161,10 +154,11 @@ class MLM(Task):
             "perplexity": math.exp(min(mean, 700)),
         }
 
-    def weighted(self, predictions: Predictions, metric: str) -> Weighted | None:
+    def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
         """The examples are rows; an accuracy is still a mean over their masked tokens."""
-        parts = {"loss": "loss", "accuracy": "correct"}
-        if metric not in parts:
-            return None
-        part, masked = predictions.arrays[parts[metric]], predictions.arrays["masked"]
-        return Weighted(len(masked), masked, lambda w: ratio(w, part, masked))
+        loss, masked, correct = (predictions.arrays[name] for name in ("loss", "masked", "correct"))
+        scores = {
+            "loss": lambda w: ratio(w, loss, masked),
+            "accuracy": lambda w: ratio(w, correct, masked),
+        }
+        return {name: Weighted(len(masked), masked, score) for name, score in scores.items()}

@@ -5,8 +5,6 @@ N sequences, G groups of them.
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -27,9 +25,7 @@ from xformer.tasks.task import (
     of_rows,
     some_rows,
 )
-from xformer.tasks.weighted import Weighted, pearson, spearman
-
-CORRELATIONS = ("pearson", "spearman")
+from xformer.tasks.weighted import Weighted, pearson, spearman, values_of
 
 
 class Regress(Pooled):
@@ -71,23 +67,17 @@ class Regress(Pooled):
     def score(self, predictions: Predictions) -> dict[str, float]:
         """The loss is a mean over rows. If rows form groups, the correlations are over groups, with
         the mean predicted score of each group's rows."""
-        label = predictions.arrays["label"]
-        outputs, labels, _ = known_rows(predictions, ~np.isnan(label))
-        if len(bad := np.flatnonzero(np.isinf(label))):
-            raise BadInput(
-                f"the split {predictions.split!r}: {len(bad):,} labels are not finite, in the rows "
-                f"{some_rows(bad)}; correct them and make the store again"
-            )
+        outputs, labels, _ = finite_rows(predictions)
         loss = float(((outputs[:, 0] - labels) ** 2).mean())
-        return {"loss": loss, **regression(*scored(predictions))}
+        return {"loss": loss} | values_of(self.weighted(predictions))
 
-    def weighted(self, predictions: Predictions, metric: str) -> Weighted | None:
+    def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
         outputs, labels = scored(predictions)
-        correlations = {"pearson": pearson, "spearman": spearman}
-        if metric not in correlations:
-            return None
-        correlation = correlations[metric]
-        return Weighted(len(labels), labels, lambda w: correlation(w, outputs, labels))
+        scores = {
+            "pearson": lambda w: pearson(w, outputs, labels),
+            "spearman": lambda w: spearman(w, outputs, labels),
+        }
+        return {name: Weighted(len(labels), labels, score) for name, score in scores.items()}
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
         return {"score": [f"{score:.4f}" for score in outputs[:, 0]]} | of_rows(split)
@@ -98,28 +88,23 @@ class Regress(Pooled):
         return ["" if np.isnan(label) else str(label) for label in labels] if known else None
 
 
-def scored(predictions: Predictions) -> tuple[np.ndarray, np.ndarray]:
-    """The predicted scores and the labels, (N,) each; of groups if the rows form groups."""
+def finite_rows(predictions: Predictions) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """The outputs, labels and groups of the rows with labels. Raises BadInput if there are none or
+    if labels are infinite, and Failure if outputs are not finite."""
     label = predictions.arrays["label"]
     outputs, labels, groups = known_rows(predictions, ~np.isnan(label))
+    if len(bad := np.flatnonzero(np.isinf(label))):
+        raise BadInput(
+            f"the split {predictions.split!r}: {len(bad):,} labels are not finite, in the rows "
+            f"{some_rows(bad)}; correct them and make the store again"
+        )
+    check_finite(outputs, "the predictions")
+    return outputs, labels, groups
+
+
+def scored(predictions: Predictions) -> tuple[np.ndarray, np.ndarray]:
+    """The predicted scores and the labels, (N,) each; of groups if the rows form groups."""
+    outputs, labels, groups = finite_rows(predictions)
     if groups is None:
         return outputs[:, 0], labels
     return mean_by_group(outputs, groups)[:, 0], first_by_group(labels, groups)
-
-
-def regression(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """The pearson and spearman correlations of predictions and labels, (N,) each.
-
-    If either array is constant or has only one row, a correlation is undefined. The result is then
-    0, the chance level, as in GLUE. Raises Failure if a score is not finite.
-    """
-    from scipy.stats import pearsonr, spearmanr
-
-    check_finite(predictions, "the predictions")
-    check_finite(labels, "the labels")
-    if len(labels) < 2:
-        return dict.fromkeys(CORRELATIONS, 0.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a constant array gives NaN, which becomes 0 below
-        values = [pearsonr(predictions, labels)[0], spearmanr(predictions, labels)[0]]
-    return {name: float(np.nan_to_num(v)) for name, v in zip(CORRELATIONS, values, strict=True)}

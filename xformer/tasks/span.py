@@ -11,16 +11,16 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xformer.data.batch import Assembler, Batch, Workload
+from xformer.data.batch import Assembler, Batch
 from xformer.data.errors import BadInput
 from xformer.data.store import Split
-from xformer.model.config import ModelConfig
 from xformer.tasks.task import (
     HIGHER,
     LOWER,
@@ -77,19 +77,16 @@ class Span(Task):
         return logits
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
-        rows = padded(self.logits(model, batch).float(), batch)  # (N, L, 2)
+        rows = as_rows(self.logits(model, batch).float(), batch)  # (N, L, 2)
         assert batch.labels is not None
         total = F.nll_loss(_log_probability(rows), batch.labels.flatten(), reduction="sum") / 2
         correct = (rows.detach().argmax(1) == batch.labels).all(1).float().sum()
         return Loss(total, labelled(batch.labels[:, 0]), correct)
 
-    def tokens_read(self, config: ModelConfig, work: Workload) -> int:
-        return work.tokens
-
     def evaluate(
         self, model: Model, batch: Batch[Tensor], host: Batch[np.ndarray], assembler: Assembler
     ) -> tuple[np.ndarray, Tensor]:
-        rows = padded(self.logits(model, batch).float(), batch)  # (N, L, 2)
+        rows = as_rows(self.logits(model, batch).float(), batch)  # (N, L, 2)
         b = tensor_on(assembler.lengths(host.rows)[1], rows.device)
         best = best_spans(rows, batch.cu_seqlens.diff() - 1 - b, b)
         losses = torch.zeros_like(best[:, :1])
@@ -143,14 +140,15 @@ class Span(Task):
         scores |= squad(chosen, gold)
         return scores | ({} if all(gold) else squad_with_threshold(predicted, margin, gold))
 
-    def weighted(self, predictions: Predictions, metric: str) -> Weighted | None:
-        if metric not in MEANS:
-            return None
+    def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
         predicted, margin, gold = asked(predictions)
         chosen = answered(predicted, margin, gold, predictions.threshold)
-        pairs = zip(chosen, gold, strict=True)
-        values = np.array([answer_scores(*pair)[MEANS.index(metric)] for pair in pairs])
-        return Weighted(len(gold), np.array([repr(g) for g in gold]), lambda w: average(w, values))
+        scores = np.array(list(map(answer_scores, chosen, gold)))  # (Q, 2)
+        labels = np.array([repr(g) for g in gold])
+        return {
+            name: Weighted(len(gold), labels, partial(average, values=values))
+            for name, values in zip(MEANS, scores.T, strict=True)
+        }
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
         """One line per question: its answer, by how much "no answer" scores higher, and the
@@ -171,7 +169,7 @@ class Span(Task):
 # --------------------------------------------------------------------- from logits to answers
 
 
-def padded(values: Tensor, batch: Batch[Tensor]) -> Tensor:
+def as_rows(values: Tensor, batch: Batch[Tensor]) -> Tensor:
     """Packed values (T, K) -> padded values (N, L, K), with -inf after the end of a sequence."""
     sizes = batch.cu_seqlens.diff()  # (N,)
     row = torch.arange(len(sizes), device=values.device)

@@ -13,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xformer.data.batch import Assembler, Batch, Workload, ragged_arange
-from xformer.data.store import UNLABELLED, Split
-from xformer.data.tags import IGNORED, NO_LABEL, is_bio
-from xformer.model.config import ModelConfig
+from xformer.data.batch import Assembler, Batch, ragged_arange
+from xformer.data.store import IGNORED, NO_LABEL, UNLABELLED, Split, is_bio
 from xformer.tasks.task import (
     HIGHER,
     LOWER,
@@ -30,7 +28,7 @@ from xformer.tasks.task import (
     of_rows,
     tensor_on,
 )
-from xformer.tasks.weighted import Weighted, average, macro_f1
+from xformer.tasks.weighted import Weighted, average, macro_f1, values_of
 
 
 class Tag(Task):
@@ -66,9 +64,6 @@ class Tag(Task):
         total = F.cross_entropy(logits, batch.targets, reduction="sum")
         correct = (logits.detach().argmax(1) == batch.targets).sum().float()
         return Loss(total, labelled(batch.targets), correct)
-
-    def tokens_read(self, config: ModelConfig, work: Workload) -> int:
-        return work.masked
 
     def size(self, split: Split) -> int:
         return split.tokens
@@ -122,12 +117,12 @@ class Tag(Task):
         row, label, predicted, losses = scored(predictions)
         losses = losses[label >= 0].astype(np.float64)
         scores = {"loss": float(losses.mean())} if len(losses) else {}
-        scores |= tagging(predicted, label, len(self.head.labels))
+        scores |= values_of(self.weighted(predictions))
         if is_bio(self.head.labels):
             scores["entity_f1"] = entity_f1(predicted, label, row, self.head.labels)
         return scores
 
-    def weighted(self, predictions: Predictions, metric: str) -> Weighted | None:
+    def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
         """The examples are rows, and a row counts with all of its words."""
         row, label, predicted, _ = scored(predictions)
         numbers, of_word = np.unique(row, return_inverse=True)
@@ -136,7 +131,7 @@ class Tag(Task):
             "accuracy": lambda w: average(w[:, of_word], predicted == label),
             "f1": lambda w: macro_f1(w[:, of_word], predicted, label, classes),
         }
-        return Weighted(len(numbers), label, scores[metric]) if metric in scores else None
+        return {name: Weighted(len(numbers), label, score) for name, score in scores.items()}
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
         """One line per row: the predicted classes of its words, NO_LABEL for truncated words."""
@@ -177,15 +172,6 @@ def scored(
         arrays[name][known] for name in ("row", "label", "predicted", "loss")
     )
     return row, label, predicted, loss
-
-
-def tagging(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
-    """accuracy and f1 (the mean over all classes) from the class numbers of words, (W,) each. A
-    word whose label is not one of the classes counts as wrong."""
-    from sklearn.metrics import f1_score
-
-    f1 = f1_score(labels, predictions, labels=range(classes), average="macro", zero_division=0)
-    return {"accuracy": float((predictions == labels).mean()), "f1": float(f1)}
 
 
 def entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:

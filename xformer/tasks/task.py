@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from xformer.data.batch import Assembler, Batch, Workload
 from xformer.data.errors import BadInput, Failure
-from xformer.data.store import Ragged, Split
-from xformer.data.tags import IGNORED
+from xformer.data.store import IGNORED, Ragged, Split
 from xformer.model.config import ModelConfig
 from xformer.model.encoder import Encoder, Norm, activate
 from xformer.model.hilbert import FEATURES, HilbertCNN
-from xformer.model.padded import packed
+from xformer.model.packing import packed
 from xformer.ops.dropout import dropout
 from xformer.tasks.weighted import Weighted
 
@@ -93,11 +92,6 @@ class Predictions:
     questions: Questions | None = None
     threshold: float | None = None
     store: str = ""
-
-    @property
-    def head(self) -> str:
-        """The name of the task."""
-        return self.task.name
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -204,9 +198,10 @@ class Task(ABC):
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
         """The summed loss of a batch."""
 
-    @abstractmethod
     def tokens_read(self, config: ModelConfig, work: Workload) -> int:
         """The number of tokens whose last hidden state the task reads."""
+        counts = {"tokens": work.tokens, "places": work.masked, "examples": work.rows}
+        return counts[self.head_reads]
 
     def head_flops(self, config: ModelConfig, work: Workload) -> int:
         """Floating-point operations of the task's heads in a forward pass; matrix products only."""
@@ -301,10 +296,10 @@ class Task(ABC):
     def score(self, predictions: Predictions) -> dict[str, float]:
         """All metrics of the predictions for a split. Raises BadInput if no row has a label."""
 
-    def weighted(self, predictions: Predictions, metric: str) -> Weighted | None:
-        """A metric as a function of how often each test example counts, to resample them. None if
-        the task has no such function for the metric."""
-        return None
+    def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
+        """Metrics as functions of how often each test example counts, to resample the examples.
+        Metrics without such a function are left out. Raises BadInput if no row has a label."""
+        return {}
 
     # ------------------------------------------------------------------------- predictions as text
 

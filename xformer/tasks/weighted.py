@@ -22,6 +22,16 @@ class Weighted:
     labels: np.ndarray
     score: Callable[[np.ndarray], np.ndarray]
 
+    @property
+    def value(self) -> float:
+        """The metric of the split: each example counts once."""
+        return float(self.score(np.ones((1, self.examples)))[0])
+
+
+def values_of(metrics: dict[str, Weighted]) -> dict[str, float]:
+    """The metrics of the split, by name."""
+    return {name: metric.value for name, metric in metrics.items()}
+
 
 def average(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
     """The mean of values (N,)."""
@@ -65,12 +75,15 @@ def _counts(
 
 
 def pearson(weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Pearson's correlation of x and y, (N,) or (B, N) each. It is 0 if either is constant."""
+    """Pearson's correlation of x and y, (N,) or (B, N) each. It is undefined if either is constant.
+    The result is then 0, the chance level, as in GLUE."""
     total = weights.sum(1, keepdims=True)
+    x, y = (np.asarray(z, np.float64) for z in (x, y))
     x, y = (z - z[..., :1] for z in (x, y))  # a constant must become exactly 0
     x, y = (z - (weights * z).sum(1, keepdims=True) / total for z in (x, y))
     below = (weights * x**2).sum(1) * (weights * y**2).sum(1)
-    return np.asarray((weights * x * y).sum(1) / np.sqrt(np.where(below > 0, below, np.inf)))
+    correlation = (weights * x * y).sum(1) / np.sqrt(np.where(below > 0, below, np.inf))
+    return np.asarray(correlation.clip(-1, 1))  # rounding can exceed 1
 
 
 def spearman(weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
