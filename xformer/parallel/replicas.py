@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -117,10 +116,8 @@ class Replicas:
         divided by their number because the ranks have averaged the gradient.
         """
         self.ranks.sum(sums.all)
-        if self.ranks.world_size > 1:
-            for buffer in self.buffers:
-                dist.all_reduce(buffer)
-                buffer /= self.ranks.world_size
+        for buffer in self.buffers:
+            self.ranks.sum(buffer).div_(self.ranks.world_size)
         return sums.count.clamp(min=1.0) / self.ranks.world_size
 
     def restore(self, drop: Tensor) -> None:
