@@ -225,7 +225,7 @@ class Session:
             "data": setup.store.key,
             "steps": step,
             "tokens": state["real_tokens"],
-            "seed": recipe.model_dump(mode="json")["seed"],
+            "seed": recipe.seed.model_dump(mode="json"),
             "mapping": recipe.mapping,
         }
         if recipe.system.precision != "fp32":
