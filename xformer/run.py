@@ -381,7 +381,7 @@ def kept_only_weights(path: Path) -> bool:
 
 
 def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    pairs = differences(completed(old.get("identity", {})), new["identity"])
+    pairs = differences(completed(old["identity"]), new["identity"])
     if new["identity"].get("init") and not _trained_dropout(path):
         # without a checkpoint nothing is continued, and an early version recorded the default
         pairs = {name: pair for name, pair in pairs.items() if name not in INHERITED}
