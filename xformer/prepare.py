@@ -266,7 +266,7 @@ def _initial(recipe: Recipe, store: Store, overrides: Collection[str] | None) ->
     if recipe.init is None:
         return checkpoints.fresh(recipe.model, store.tokenizer(), recipe.seed.of("weights"))
     start = checkpoints.load(recipe.init)
-    start = replace(start, config=with_settings(start.config, recipe.model, overrides))
+    start = replace(start, config=with_dropout(start.config, recipe.model, overrides))
     for name, weight in start.weights.items():
         if not weight.isfinite().all():
             raise BadInput(
@@ -465,7 +465,7 @@ def check_data(recipe: Recipe, kind: str, splits: Collection[str], store: object
         )
 
 
-def with_settings(
+def with_dropout(
     config: ModelConfig, wanted: ModelConfig, overrides: Collection[str] | None = None
 ) -> ModelConfig:
     """A checkpoint's model config with the dropout of `wanted`. If the two differ in other keys,

@@ -31,8 +31,7 @@ from xformer.data.store import ORDER, no_store
 from xformer.data.tokenizers import META
 from xformer.evaluate import EvaluateConfig
 from xformer.model.config import DROPOUT, ModelConfig
-from xformer.prepare import check_data, check_model
-from xformer.prepare import with_settings as with_dropout
+from xformer.prepare import check_data, check_model, with_dropout
 from xformer.recipe import Recipe
 from xformer.run import known_dropout
 from xformer.scoring import check_kind
