@@ -161,7 +161,8 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     """Open and check everything that a recipe names. Writes nothing. Raises BadInput.
 
     `overrides` are the keys that the user typed. Other values of model.* come from the recipe's
-    file, and the checkpoint of `init=` replaces them. By default all keys count as typed.
+    file, and the checkpoint of `init=` replaces them. By default all keys of model.* count as
+    typed, and no others.
 
     The setup's recipe has the values that the run uses: fp32 or bf16 in place of
     `system.precision=auto`, the model's length in place of `batch.max_tokens=0`, and the shape
