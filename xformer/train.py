@@ -31,7 +31,7 @@ from xformer.monitor import Monitor, cut_log, events
 from xformer.ops import native
 from xformer.optim import clip_and_step, gradient_norm
 from xformer.parallel import processes
-from xformer.parallel.compiled import GRAPHS, compile_parts
+from xformer.parallel.compiled import GRAPHS, LAYERS, compile_parts
 from xformer.parallel.feed import Feed, Step
 from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import Ranks
@@ -157,11 +157,14 @@ def _model_and_optimizer(
 def _compile(model: Model, what: str, setup: Setup, feed: Feed, monitor: Monitor) -> None:
     """Compile the parts of a model in place, and print what is compiled."""
     ranks = setup.ranks
-    note = compile_parts(model, what, ranks, feed.sample, setup.recipe.system.precision)
-    if "fails" in note and ranks.rank:  # this rank alone may lack a compiler
-        say(f"rank {ranks.rank}: {note}", error=True)
-    elif note:
-        monitor.say(note)
+    failure = compile_parts(model, what, ranks, feed.sample, setup.recipe.system.precision)
+    line = f"torch.compile fails here ({failure}): the model runs without it"
+    if failure and ranks.rank:  # this rank alone may lack a compiler
+        say(f"rank {ranks.rank}: {line}", error=True)
+    elif failure:
+        monitor.say(line)
+    elif what in LAYERS:
+        monitor.say("torch.compile: layers; the first batch of each shape takes longer")
 
 
 # --------------------------------------------------------------------------------- the loop
