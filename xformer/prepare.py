@@ -193,7 +193,6 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     samples = _samples(recipe, store, train_assembler)
     head = _head(recipe, store, samples)
     task = task_of(head)
-    assert task is not None
     if task.has_unlabelled(split):
         raise BadInput(f"{store.name}: the split 'train' has rows without a label")
     if "valid" in store.splits and not task.has_labels(store.split("valid")):
