@@ -431,7 +431,12 @@ def _trajectory(setup: Setup) -> Trajectory:
         split.words,
         str(setup.store.path),
     )
-    begun = checkpoints.step_of(Path(settings.branch_from or "").resolve()) or 0
+    begun = 0
+    if settings.branch_from:
+        source = Path(settings.branch_from)
+        there = (source / "state.json").is_file()
+        # a branch with checkpoints of its own goes on without the other run
+        begun = State.read(source).step if there else checkpoints.step_of(source.resolve()) or 0
     steps = trajectory.steps_of(settings.keep_at, timeline)
     own = frozenset(step for step in steps if step > begun or not begun)
     return Trajectory(own, checkpoints.size(setup.start), steps - own)
