@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,6 @@ class Setup:
     metric: str
     notes: list[str]
     precision: str
-    trajectory: Trajectory = field(default_factory=Trajectory)
 
     @property
     def length(self) -> int:
@@ -125,6 +124,31 @@ class Setup:
             return self.task.predicts_masked and len(self.feed(fixed=True).shapes) == 1
 
         return compiles(self.recipe.system, self.ranks, self.start.config, pays)
+
+    @cached_property
+    def trajectory(self) -> Trajectory:
+        """The steps at which `train.keep_at` keeps the weights. A branch leaves out the steps that
+        were trained by the other run. Raises BadInput as `steps_of` does."""
+        settings, split = self.recipe.train, self.train.split
+        if not settings.keep_at:
+            return Trajectory()
+        timeline = Timeline(
+            self.feed().stream,
+            settings.steps,
+            self.train.extra,
+            split.tokens,
+            split.words,
+            str(self.store.path),
+        )
+        begun = 0
+        if settings.branch_from:
+            source = Path(settings.branch_from)
+            there = (source / "state.json").is_file()
+            # a branch with checkpoints of its own goes on without the other run
+            begun = State.read(source).step if there else checkpoints.step_of(source.resolve()) or 0
+        steps = trajectory.steps_of(settings.keep_at, timeline)
+        own = frozenset(step for step in steps if step > begun or not begun)
+        return Trajectory(own, checkpoints.size(self.start), steps - own)
 
     def feed(self, fixed: bool = False) -> Feed:
         """The training batches of this rank, step by step. If `fixed`, they have few shapes."""
@@ -210,7 +234,8 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     notes += describe_frozen(start, chosen(start, recipe.train.only), fresh)
     metric = _metric(recipe, task, store)
     setup = Setup(recipe, ranks, store, start, train_assembler, samples, metric, notes, precision)
-    return replace(setup, trajectory=_trajectory(setup))
+    _ = setup.trajectory  # refuses wrong marks now, before anything is written
+    return setup
 
 
 def _check_used(recipe: Recipe, typed_keys: Collection[str]) -> None:
@@ -415,31 +440,6 @@ def _notes(
         weights = ", ".join(f"{name} {weight:.3g}" for name, weight in pairs)
         notes.append(f"class weights of the training loss: {weights}")
     return [*notes, *filter(None, [task.meaning])]
-
-
-def _trajectory(setup: Setup) -> Trajectory:
-    """The steps at which `train.keep_at` keeps the weights. A branch leaves out the steps that were
-    trained by the other run. Raises BadInput as `steps_of` does."""
-    settings, split = setup.recipe.train, setup.train.split
-    if not settings.keep_at:
-        return Trajectory()
-    timeline = Timeline(
-        setup.feed().stream,
-        settings.steps,
-        setup.train.extra,
-        split.tokens,
-        split.words,
-        str(setup.store.path),
-    )
-    begun = 0
-    if settings.branch_from:
-        source = Path(settings.branch_from)
-        there = (source / "state.json").is_file()
-        # a branch with checkpoints of its own goes on without the other run
-        begun = State.read(source).step if there else checkpoints.step_of(source.resolve()) or 0
-    steps = trajectory.steps_of(settings.keep_at, timeline)
-    own = frozenset(step for step in steps if step > begun or not begun)
-    return Trajectory(own, checkpoints.size(setup.start), steps - own)
 
 
 def check_model(recipe: Recipe, config: ModelConfig) -> None:
