@@ -42,6 +42,7 @@ from xformer.tasks.task import Head, Task
 from xformer.trajectory import Timeline, Trajectory
 
 PROBED = ("task_head",)  # what a probe trains
+SEEN = 10_000  # the mean length of a row is estimated from so many rows
 OF_DROPOUT = 4  # keeps the hash keys of dropout apart from those of other uses
 
 
@@ -368,9 +369,13 @@ def _samples(recipe: Recipe, store: Store, train: Assembler) -> Samples:
 
 
 def rows_per_step(recipe: Recipe, train: Assembler, samples: Samples) -> float:
-    """The number of rows in a step; an estimate if a step has `batch.tokens`."""
+    """The number of rows in a step. If a step has `batch.tokens`, it is estimated from the first
+    rows in the order of training; the store may be sorted by length."""
     batch = recipe.batch
-    return batch.tokens / float(train.sizes(samples.some()).mean()) if batch.tokens else batch.rows
+    if not batch.tokens:
+        return batch.rows
+    examples, _ = samples.at(np.arange(min(samples.per_epoch, SEEN)))
+    return batch.tokens / float(train.sizes(examples).mean())
 
 
 def planned_samples(recipe: Recipe, train: Assembler, samples: Samples) -> int:
