@@ -69,7 +69,7 @@ def check_branch(setup: Setup) -> None:
             "(with train.steps=0 a run counts train.epochs)"
         )
     warmup, end = stable_phase(setup)
-    done, _ = setup.progress(state.step, state.position)
+    done = setup.done_at(state.step, state.position)
     if done > end:
         raise BadInput(_in_decay(given, recipe.run))
     untils = [*(_done(setup, start["step"]) for start in starts[1:]), done]
@@ -95,11 +95,11 @@ def _length(recipe: Recipe) -> str:
 
 
 def _done(setup: Setup, step: int) -> int:
-    """How far the run is after this many steps; see `Setup.progress`."""
+    """How far the run is after this many steps; see `Setup.done_at`."""
     stream, position = setup.feed().stream, 0
     for _ in range(0 if setup.recipe.train.steps else step):
         position += len(stream.take(position)[0])
-    return setup.progress(step, position)[0]
+    return setup.done_at(step, position)
 
 
 def start_branch(state: State, path: str, monitor: Monitor) -> None:

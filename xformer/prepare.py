@@ -71,15 +71,20 @@ class Setup:
         train = self.recipe.train
         return train.steps or max(1, round(train.epochs * self.samples.per_epoch))
 
-    def progress(self, step: int, position: int) -> tuple[int, int]:
-        """How far the run is at this step and sample, and its length; see `length`."""
-        done = step if self.recipe.train.steps else position
-        return done, self.length
+    @cached_property
+    def unit(self) -> float:
+        """The length of a step in what `length` counts: 1, or the number of its samples, which is
+        estimated if it has `batch.tokens`."""
+        steps = self.recipe.train.steps
+        return 1 if steps else rows_per_step(self.recipe, self.train, self.samples)
+
+    def done_at(self, step: int, position: int) -> int:
+        """How much of `length` is done at this step and sample."""
+        return step if self.recipe.train.steps else position
 
     def share(self, step: int, position: int) -> float:
         """The share of the run that is done at this step and sample."""
-        done, whole = self.progress(step, position)
-        return done / whole
+        return self.done_at(step, position) / self.length
 
     def done(self, state: State) -> bool:
         """Whether the run has reached its end, or has been stopped by `train.patience`."""
@@ -576,7 +581,7 @@ def training_tokens(setup: Setup) -> int:
 
 def rates(setup: Setup) -> Callable[[int, int], float]:
     """The learning rate of a step, as a function of what is done before the step and after it; see
-    `Setup.progress`."""
+    `Setup.done_at`."""
     optim, length = setup.recipe.optim, setup.length
     warmup, decay = _lengths(setup)
     if optim.schedule == "wsd":  # no shares, so that the length does not change the stable phase
@@ -587,10 +592,8 @@ def rates(setup: Setup) -> Callable[[int, int], float]:
 
 def _lengths(setup: Setup) -> tuple[float, float]:
     """The lengths of the warm-up and the decay, in steps or samples; see `Setup.length`."""
-    recipe = setup.recipe
-    unit = 1 if recipe.train.steps else rows_per_step(recipe, setup.train, setup.samples)
-    values = recipe.optim.warmup, recipe.optim.decay
-    warmup, decay = (value * (setup.length if value < 1 else unit) for value in values)
+    values = setup.recipe.optim.warmup, setup.recipe.optim.decay
+    warmup, decay = (value * (setup.length if value < 1 else setup.unit) for value in values)
     return warmup, decay
 
 
@@ -605,14 +608,13 @@ def schedule_notes(setup: Setup) -> list[str]:
     `optim.decay=0.2` is a share of the run, and `optim.decay=2` is two steps. If they do not fit
     into the run, another line says so."""
     recipe = setup.recipe
-    unit = 1 if recipe.train.steps else rows_per_step(recipe, setup.train, setup.samples)
-    warmup, decay = (part / unit for part in _lengths(setup))
+    warmup, decay = (part / setup.unit for part in _lengths(setup))
     parts = [f"warm-up in the first {warmup:,.0f}"] if warmup else []
     if recipe.optim.schedule == "wsd":
         parts.append(f"decay in the last {decay:,.0f}")
     notes = [f"of {planned_steps(setup):,} steps: {', '.join(parts)}"] if parts else []
     both = "warm-up and decay are" if recipe.optim.schedule == "wsd" else "the warm-up is"
-    if warmup + decay * (recipe.optim.schedule == "wsd") > setup.length / unit * (1 + 1e-9):
+    if warmup + decay * (recipe.optim.schedule == "wsd") > setup.length / setup.unit * (1 + 1e-9):
         notes.append(f"{both} longer than the run, so the rate does not reach its peak")
     return notes
 
@@ -620,8 +622,7 @@ def schedule_notes(setup: Setup) -> list[str]:
 def planned_steps(setup: Setup) -> int:
     """The number of steps of a run, if no patience ends it. It is estimated if the recipe counts
     epochs and `batch.tokens`, because the lengths of the rows then decide."""
-    per_step = rows_per_step(setup.recipe, setup.train, setup.samples)
-    return setup.recipe.train.steps or math.ceil(setup.length / per_step)
+    return math.ceil(setup.length / setup.unit)
 
 
 def identity_of(setup: Setup) -> dict[str, Any]:

@@ -117,9 +117,8 @@ class Session:
     def rate(self, step: Step) -> float:
         """The learning rate of the next step."""
         setup, state = self.setup, self.state
-        before, _ = setup.progress(state.step, state.position)
-        after, _ = setup.progress(state.step + 1, step.end)
-        return self.rates(before, after)
+        before = setup.done_at(state.step, state.position)
+        return self.rates(before, setup.done_at(state.step + 1, step.end))
 
     def advance(self, step: Step, told: Tensor) -> Due:
         """Count a step, and return what to do after it. `told` () is above 0 if any rank was told
@@ -130,7 +129,7 @@ class Session:
         state.advance(step)
         setup.ranks.at(state.step)
         self.monitor.step = state.step
-        self.monitor.advance(setup.progress(state.step, state.position)[0])
+        self.monitor.advance(setup.done_at(state.step, state.position))
         self.clock.mark += self.profiler.step(state.step)
         if self.damage:
             raise Failure(self.damage[0])
@@ -316,7 +315,7 @@ def announce_changes(
     name = "steps" if now.steps else "epochs"
     if before[name] == getattr(now, name):
         return
-    done, _ = setup.progress(state.step, state.position)
+    done = setup.done_at(state.step, state.position)
     before_change = replace(setup, recipe=setup.recipe.having("train", **{name: before[name]}))
     old, new = (rates(each)(done, done) for each in (before_change, setup))
     monitor.say(

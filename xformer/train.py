@@ -106,8 +106,8 @@ def _train_from(
     logged_until = state.step if own else -1
     damage = cut_log(run.path, logged_until) if ranks.rank == 0 else ""
     unit = "step" if recipe.train.steps else "sample"
-    done, total = setup.progress(state.step, state.position)
-    with Monitor(run.path, ranks.rank == 0, logged_until, done, total, unit) as monitor:
+    done = setup.done_at(state.step, state.position)
+    with Monitor(run.path, ranks.rank == 0, logged_until, done, setup.length, unit) as monitor:
         if own:
             monitor.say(f"continuing {run.path} from step {state.step}")
             announce_changes(setup, run, state, config, monitor)
