@@ -28,13 +28,13 @@ SHORT = [*LONG, "train.steps=12", "optim.decay=4"]
 
 
 def test_the_rate_is_stable_and_then_falls_to_0() -> None:
-    config = OptimConfig(lr=0.02, schedule="wsd")
-    rates = [learning_rate(config, i, i + 1, 2, 4, 10) for i in range(11)]
+    config = OptimConfig(lr=0.02, schedule="wsd", warmup=2, decay=4)
+    rates = [learning_rate(config, i, i + 1, 10) for i in range(11)]
     assert rates == pytest.approx([0.01] + [0.02] * 6 + [0.015, 0.01, 0.005, 0.0])
-    assert learning_rate(config, 12, 13, 2, 4, 10) == 0.0
+    assert learning_rate(config, 12, 13, 10) == 0.0
     for length in (10, 17, 1234):  # bit for bit
-        assert [learning_rate(config, i, i + 1, 3, 4, length) for i in range(6)] == [
-            learning_rate(config, i, i + 1, 3, 4, 99) for i in range(6)
+        assert [learning_rate(config, i, i + 1, length) for i in range(6)] == [
+            learning_rate(config, i, i + 1, 99) for i in range(6)
         ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -85,6 +85,10 @@ class Setup:
     def share(self, step: int, position: int) -> float:
         """The share of the run that is done at this step and sample."""
         return self.done_at(step, position) / self.length
+
+    def rate(self, before: int, after: int) -> float:
+        """The learning rate of a step; see `done_at` for what is done before and after it."""
+        return learning_rate(self.recipe.optim, before, after, self.length, self.unit)
 
     def done(self, state: State) -> bool:
         """Whether the run has reached its end, or has been stopped by `train.patience`."""
@@ -579,27 +583,9 @@ def training_tokens(setup: Setup) -> int:
     return int((setup.train.whole_sizes(rows) - setup.train.extra).sum())
 
 
-def rates(setup: Setup) -> Callable[[int, int], float]:
-    """The learning rate of a step, as a function of what is done before the step and after it; see
-    `Setup.done_at`."""
-    optim, length = setup.recipe.optim, setup.length
-    warmup, decay = _lengths(setup)
-    if optim.schedule == "wsd":  # no shares, so that the length does not change the stable phase
-        return lambda before, after: learning_rate(optim, before, after, warmup, decay, length)
-    share = optim.warmup if optim.warmup < 1 else warmup / length
-    return lambda before, after: learning_rate(optim, before / length, after / length, share)
-
-
-def _lengths(setup: Setup) -> tuple[float, float]:
-    """The lengths of the warm-up and the decay, in steps or samples; see `Setup.length`."""
-    values = setup.recipe.optim.warmup, setup.recipe.optim.decay
-    warmup, decay = (value * (setup.length if value < 1 else setup.unit) for value in values)
-    return warmup, decay
-
-
 def stable_phase(setup: Setup) -> tuple[float, float]:
     """Where the stable phase of a run with schedule=wsd begins and ends, in steps or samples."""
-    warmup, decay = _lengths(setup)
+    warmup, decay = setup.recipe.optim.lengths(setup.length, setup.unit)
     return warmup, setup.length - decay
 
 
@@ -607,14 +593,14 @@ def schedule_notes(setup: Setup) -> list[str]:
     """A line that gives the lengths of the warm-up and of the decay in steps, if there are any:
     `optim.decay=0.2` is a share of the run, and `optim.decay=2` is two steps. If they do not fit
     into the run, another line says so."""
-    recipe = setup.recipe
-    warmup, decay = (part / setup.unit for part in _lengths(setup))
+    recipe, length, unit = setup.recipe, setup.length, setup.unit
+    warmup, decay = (part / unit for part in recipe.optim.lengths(length, unit))
     parts = [f"warm-up in the first {warmup:,.0f}"] if warmup else []
     if recipe.optim.schedule == "wsd":
         parts.append(f"decay in the last {decay:,.0f}")
     notes = [f"of {planned_steps(setup):,} steps: {', '.join(parts)}"] if parts else []
     both = "warm-up and decay are" if recipe.optim.schedule == "wsd" else "the warm-up is"
-    if warmup + decay * (recipe.optim.schedule == "wsd") > setup.length / setup.unit * (1 + 1e-9):
+    if warmup + decay * (recipe.optim.schedule == "wsd") > length / unit * (1 + 1e-9):
         notes.append(f"{both} longer than the run, so the rate does not reach its peak")
     return notes
 

@@ -25,7 +25,7 @@ from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.files import sync
 from xformer.monitor import Monitor, peak_memory
 from xformer.parallel.feed import Step
-from xformer.prepare import Setup, planned_steps, rates, schedule_notes, training_tokens
+from xformer.prepare import Setup, planned_steps, schedule_notes, training_tokens
 from xformer.profile import Profiler
 from xformer.run import SINCE_LOG, Run, State
 from xformer.scoring import Scores, longest_remedy
@@ -67,7 +67,6 @@ class Session:
         self.setup, self.run, self.state, self.monitor = setup, run, state, monitor
         self.snapshot = Snapshot(model, optimizer, setup.ranks)
         self.clock, self.stop_flag = Clock(state), StopFlag(setup.ranks.device)
-        self.rates = rates(setup)
         self.stepped = threading.Event()  # the first step is done, and the store's check may begin
         # {step: scores on 'valid'} of the step that would be selected now; {} if not validated
         self.validated: dict[int, Scores] = {}
@@ -118,7 +117,7 @@ class Session:
         """The learning rate of the next step."""
         setup, state = self.setup, self.state
         before = setup.done_at(state.step, state.position)
-        return self.rates(before, setup.done_at(state.step + 1, step.end))
+        return setup.rate(before, setup.done_at(state.step + 1, step.end))
 
     def advance(self, step: Step, told: Tensor) -> Due:
         """Count a step, and return what to do after it. `told` () is above 0 if any rank was told
@@ -317,7 +316,7 @@ def announce_changes(
         return
     done = setup.done_at(state.step, state.position)
     before_change = replace(setup, recipe=setup.recipe.having("train", **{name: before[name]}))
-    old, new = (rates(each)(done, done) for each in (before_change, setup))
+    old, new = (each.rate(done, done) for each in (before_change, setup))
     monitor.say(
         f"train.{name} was {before[name]} and is now {getattr(now, name)}: the schedule now spans "
         f"the longer run, so the learning rate changes from {old:.3g} to {new:.3g}"
