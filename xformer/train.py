@@ -134,7 +134,7 @@ def _train_from(
         if setup.done(state):
             if note := setup.trajectory.missing(run.path, state.step):
                 monitor.say(note)
-            _finish(setup, run, model, state, monitor, session.validated)
+            _finish(session, model)
 
 
 def _model_and_optimizer(
@@ -248,20 +248,14 @@ def score_split(setup: Setup, model: Model, split: str) -> Scores:
 # --------------------------------------------------------------------------------- the end
 
 
-def _finish(
-    setup: Setup,
-    run: Run,
-    model: Model,
-    state: State,
-    monitor: Monitor,
-    validated: dict[int, Scores],
-) -> None:
+def _finish(session: Session, model: Model) -> None:
     """Score the selected checkpoint on every labelled split but 'train', and write its predictions
     and result.json.
 
-    `validated` has scores on 'valid' by step. It lacks the selected checkpoint if the run was
-    stopped after the validation; then 'valid' is scored again.
+    `session.validated` lacks the selected checkpoint if the run was stopped after the validation;
+    then 'valid' is scored again.
     """
+    setup, run, state, monitor = session.setup, session.run, session.state, session.monitor
     best = setup.recipe.train.select == "best" and state.best_step > 0
     step = state.best_step if best else state.step
     selected = run.checkpoint_path(step)
@@ -274,7 +268,7 @@ def _finish(
     metrics = {}
     for split in setup.store.splits:
         if split != "train" and setup.task.has_labels(setup.store.split(split)):
-            known = validated.get(step) if split == "valid" else None
+            known = session.validated.get(step) if split == "valid" else None
             scores = known or score_split(setup, model, split)
             metrics[split] = scores.metrics
             if setup.ranks.rank == 0:
