@@ -285,6 +285,15 @@ train.score_split = lambda *words: (print("scored", words[2]), original(*words))
     assert good(forks.run(*last, before=spy)).out.count("scored valid") == 3
 
 
+WAITING = """
+from xformer.writer import BackgroundWriter
+def leave(self, *error):
+    os.kill(os.getpid(), signal.SIGINT)
+    self.free()
+BackgroundWriter.__exit__ = leave
+"""
+
+
 def test_a_second_interrupt_stops_at_once(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """The first one announces a checkpoint. After the second, the run continues from an older
     one."""
@@ -309,6 +318,10 @@ def test_a_second_interrupt_stops_at_once(forks: Forks, data: Toys, tmp_path: Pa
     assert log(run)[-1]["event"] == "stopped"
     newest = {int(path.name.removeprefix("step_")) for path in (run / "checkpoints").iterdir()}
     assert max(newest) == 6
+    # the second one comes while the run waits for its last checkpoint
+    late = AT_STEP.format(step=8, signal="SIGINT", ranks="0") + WAITING
+    stopped = forks.run(*line, before=late)
+    assert stopped.err.splitlines()[-1] == ending.replace("step 7", "step 9")
     good(forks.run(*line))
     good(forks.run(*training(SMOKE, data.text, straight, *SHORT)))
     same(run, straight)

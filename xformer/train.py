@@ -41,7 +41,7 @@ from xformer.prepare import Setup, open_run, prepare
 from xformer.recipe import Recipe
 from xformer.run import Run, State, is_finished, kept_only_weights
 from xformer.scoring import Scores, score
-from xformer.session import Session, announce, announce_changes, sync_log
+from xformer.session import Session, announce, announce_changes, session_of, sync_log
 from xformer.tasks.task import Model
 
 
@@ -124,7 +124,7 @@ def _train_from(
         feed = setup.feed(fixed=compiling != "none")
         _compile(model, compiling, setup, feed, monitor)
         with (
-            Session(setup, run, state, monitor, model, optimizer) as session,
+            session_of(setup, run, state, monitor, model, optimizer) as session,
             closing(feed.steps(state.position)) as steps,
         ):
             graphs = compiling in GRAPHS
