@@ -76,10 +76,11 @@ def test_who_looks_at_a_run_does_not_keep_it_from_starting(tmp_path: Path) -> No
         fcntl.flock(watcher, fcntl.LOCK_SH)
         assert not in_use(tmp_path)  # another one may look at the same time
         threading.Timer(0.2, fcntl.flock, (watcher, fcntl.LOCK_UN)).start()
-        run = Run.open(tmp_path, {"identity": {}}, False)
+        run = Run(tmp_path)
+        run.open({"identity": {}}, False)
     assert in_use(tmp_path)
     with pytest.raises(BadInput, match="is in use by another process"):
-        Run.open(tmp_path, {"identity": {}}, False)
+        Run(tmp_path).open({"identity": {}}, False)
     del run
 
 

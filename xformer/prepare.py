@@ -637,14 +637,12 @@ def open_run(setup: Setup) -> tuple[Run, dict[str, Any]]:
     environment = setup.ranks.on_rank_zero(partial(provenance.environment, setup.ranks))
     environment["compile"] = setup.compiling
     content = {"config": config, "identity": identity, "environment": environment}
-    path = Path(setup.recipe.run)
-    run = Run(path)
+    run, overwrite = Run(Path(setup.recipe.run)), setup.recipe.overwrite
 
     def open_here() -> None:
-        nonlocal run
-        if setup.recipe.overwrite or not (path / "config.json").exists():
-            setup.trajectory.check_room(path, 0)  # before anything is deleted or made
-        run = Run.open(path, content, setup.recipe.overwrite)
+        if overwrite or not (run.path / "config.json").exists():
+            setup.trajectory.check_room(run.path, 0)  # before anything is deleted or made
+        run.open(content, overwrite)
 
     setup.ranks.on_rank_zero(open_here)
     return run, content

@@ -123,20 +123,19 @@ class Run:
     """A run directory. Rank 0 opens it with `open`, which locks it until the process ends.
     `earlier` is the content of its config.json if the run is continued."""
 
-    def __init__(
-        self, path: Path, lock: TextIO | None = None, earlier: dict[str, Any] | None = None
-    ):
-        self.path, self.earlier = path, earlier
-        self._lock = lock
+    def __init__(self, path: Path):
+        self.path = path
+        self.earlier: dict[str, Any] | None = None
+        self._lock: TextIO | None = None
 
-    @classmethod
-    def open(cls, path: Path, config: dict[str, Any], overwrite: bool) -> Run:
-        """Create a run directory, or open one to continue its run. Call `begin` afterwards.
-        `config` is the content of its config.json. With `overwrite`, an existing run is deleted.
+    def open(self, config: dict[str, Any], overwrite: bool) -> None:
+        """Create the directory, or open it to continue its run. Call `begin` afterwards. `config`
+        is the content of its config.json. With `overwrite`, an existing run is deleted.
 
         Raises BadInput if another process uses the directory, if it contains something other than a
         run, or if its run was made with other settings, which the message names.
         """
+        path = self.path
         for parent in (path, *path.parents):
             if parent.exists() and not parent.is_dir():
                 raise BadInput(f"run={path}: {parent} is a file; give a directory")
@@ -158,7 +157,7 @@ class Run:
             )
         if overwrite:
             _delete_run(path)
-        return cls(path, lock, earlier)
+        self.earlier, self._lock = earlier, lock
 
     def checkpoint_path(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step_{step}"
