@@ -21,7 +21,6 @@ from xformer import checkpoint as checkpoints
 from xformer import optim
 from xformer.branch import check_branch, start_branch
 from xformer.config import flat, load, parse_overrides
-from xformer.data import mapping
 from xformer.data.batch import Batch
 from xformer.data.display import format_number, say
 from xformer.data.files import read_run_json
@@ -49,7 +48,6 @@ def main() -> None:
     """`torchrun train.py RECIPE key=value ...`"""
     with processes.group():
         recipe = load(Recipe, sys.argv[1:])
-        mapping.parse(recipe.mapping)
         overrides = flat(parse_overrides(Recipe, sys.argv[2:]))
         train(recipe, overrides=overrides)
 
