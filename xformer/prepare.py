@@ -18,6 +18,7 @@ from xformer.config import flat
 from xformer.data import hashing, mapping
 from xformer.data.batch import Assembler, rows_of
 from xformer.data.errors import BadInput, typed
+from xformer.data.files import read_run_json
 from xformer.data.joined import Joined, open_stores
 from xformer.data.masking import MaskSchedule
 from xformer.data.mixture import Mixture
@@ -32,7 +33,7 @@ from xformer.parallel.feed import Feed
 from xformer.parallel.precision import fast_on, reason_for_bf16
 from xformer.parallel.processes import Ranks
 from xformer.recipe import Recipe
-from xformer.run import Run, State, read_config
+from xformer.run import Run, State
 from xformer.scoring import check_kind
 from xformer.surgery import registry
 from xformer.tasks.classify import balanced
@@ -291,7 +292,7 @@ def _earlier(run: Path) -> str:
     config = run / "config.json"
     if not is_run(config):
         return ""
-    settings = read_config(config).get("config")
+    settings = read_run_json(config).get("config")
     recorded = flat(settings if isinstance(settings, dict) else {}).get("system.precision")
     return "bf16" if recorded == "bf16" else "fp32"  # the first versions knew only fp32
 
