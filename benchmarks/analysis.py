@@ -65,7 +65,7 @@ CHUNK = 4096  # rows of a matrix that arrive together
 def model_of(head: Head | None) -> Model:
     """Random weights, in evaluation mode."""
     torch.manual_seed(0)
-    model = Model(ModelConfig(**SHAPE), task_of(head)).eval()
+    model = Model(ModelConfig(**SHAPE), None if head is None else task_of(head)).eval()
     for name, weight in model.named_parameters():
         weight.data = torch.ones_like(weight) if "norm.weight" in name else weight.data
         if weight.ndim > 1:

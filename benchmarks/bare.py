@@ -110,7 +110,7 @@ class Trainer:
 
     def compile(self, batch: Batch[Tensor]) -> str:
         """Compile the parts of the model that system.compile names, and try them on a batch.
-        Returns a line that says what came of it."""
+        Returns why that failed, or ""."""
         system = self.recipe.system
         return compile_parts(
             self.model.model, system.compile, self.ranks, lambda: batch, system.precision

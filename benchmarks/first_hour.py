@@ -195,9 +195,8 @@ class Small:
         for weight in self.model.parameters():
             torch.nn.init.normal_(weight, 0.0, 0.05)
         ranks = Ranks(0, 1, torch.device(DEVICE))
-        note = compile_parts(self.model, way, ranks, lambda: batch, precision)
-        if "fails" in note:
-            raise AssertionError(note)
+        if failure := compile_parts(self.model, way, ranks, lambda: batch, precision):
+            raise AssertionError(f"torch.compile fails here ({failure})")
         graphs = CUDA and way in GRAPHS
         self.replicas = Replicas(self.model, ranks, lambda: batch, precision, graphs)
 
@@ -473,9 +472,8 @@ def compared(
     for way, own in steps.items():
         begun, before = time.perf_counter(), memory_in_use()
         trainer = make_trainer(way)
-        note = trainer.compile(own[0][0])
-        if "fails" in note:
-            yield Row(f"{what}, compile={way}", "not run", note)
+        if failure := trainer.compile(own[0][0]):
+            yield Row(f"{what}, compile={way}", "not run", f"torch.compile fails here ({failure})")
             continue
 
         def train(trainer: bare.Trainer = trainer, own: list[Any] = own) -> None:

@@ -121,7 +121,7 @@ HEADS = {
     "tag": Head("tag", CLASSES),
     "choice": Head("choice"),
 }
-TASKS = {name: task for name, head in HEADS.items() if (task := task_of(head)) is not None}
+TASKS = {name: task_of(head) for name, head in HEADS.items()}
 MLM = TASKS["mlm"]
 CNN = {
     "architecture": "hilbert_cnn",

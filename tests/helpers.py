@@ -62,9 +62,7 @@ def task(kind: str, outputs: int = 0, pair_scale: float = 0.0, **more: Any) -> T
     from xformer.tasks.task import Head
 
     labels = tuple(f"class {i}" for i in range(outputs))
-    made = task_of(Head(kind, labels, pair_scale=pair_scale, **more))
-    assert made is not None
-    return made
+    return task_of(Head(kind, labels, pair_scale=pair_scale, **more))
 
 
 @dataclass(frozen=True)

@@ -329,7 +329,7 @@ def trajectory(name: str, kind: str, directory: Path) -> dict[str, float]:
         optimizer.zero_grad()
         loss = ours(batch)
         loss.total.backward()
-        count, rate = float(loss.count), learning_rate(config, step / 5, (step + 1) / 5, 0.0)
+        count, rate = float(loss.count), learning_rate(config, step, step + 1, 5)
         norm = optim.gradient_norm(optimizer) / count
         optim.clip_and_step(
             optimizer, rate, torch.tensor(count), norm, config.clip, torch.zeros(())

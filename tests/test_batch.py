@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from xformer.config import validate
 from xformer.convert import hf
 from xformer.data import batch as batches
 from xformer.data import mapping, masking, sampler, vocabularies
@@ -25,6 +26,7 @@ from xformer.data.sampler import Samples, Stream, permute
 from xformer.data.store import Ragged, Split, Store, open_store
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import create_store
+from xformer.recipe import Recipe
 
 # special tokens are neither adjacent nor first, so that no range of ids is right by accident
 PIECES = [
@@ -406,6 +408,8 @@ def test_mappings_parse() -> None:
 def test_a_wrong_mapping_is_told_the_right_forms(wrong: str) -> None:
     with pytest.raises(BadInput, match="must be one of none, ids, shift:K, random:SEED"):
         mapping.parse(wrong)
+    with pytest.raises(BadInput, match="must be one of"):  # also from Python, and in a study
+        validate(Recipe, {"data": "-", "run": "-", "head": "mlm", "mapping": wrong})
 
 
 def test_shift_is_the_formula_of_the_paper(tmp_path: Path, minilm: Path) -> None:

@@ -28,13 +28,13 @@ SHORT = [*LONG, "train.steps=12", "optim.decay=4"]
 
 
 def test_the_rate_is_stable_and_then_falls_to_0() -> None:
-    config = OptimConfig(lr=0.02, schedule="wsd")
-    rates = [learning_rate(config, i, i + 1, 2, 4, 10) for i in range(11)]
+    config = OptimConfig(lr=0.02, schedule="wsd", warmup=2, decay=4)
+    rates = [learning_rate(config, i, i + 1, 10) for i in range(11)]
     assert rates == pytest.approx([0.01] + [0.02] * 6 + [0.015, 0.01, 0.005, 0.0])
-    assert learning_rate(config, 12, 13, 2, 4, 10) == 0.0
+    assert learning_rate(config, 12, 13, 10) == 0.0
     for length in (10, 17, 1234):  # bit for bit
-        assert [learning_rate(config, i, i + 1, 3, 4, length) for i in range(6)] == [
-            learning_rate(config, i, i + 1, 3, 4, 99) for i in range(6)
+        assert [learning_rate(config, i, i + 1, length) for i in range(6)] == [
+            learning_rate(config, i, i + 1, 99) for i in range(6)
         ]
 
 
@@ -76,10 +76,11 @@ def test_who_looks_at_a_run_does_not_keep_it_from_starting(tmp_path: Path) -> No
         fcntl.flock(watcher, fcntl.LOCK_SH)
         assert not in_use(tmp_path)  # another one may look at the same time
         threading.Timer(0.2, fcntl.flock, (watcher, fcntl.LOCK_UN)).start()
-        run = Run.open(tmp_path, {"identity": {}}, False)
+        run = Run(tmp_path)
+        run.open({"identity": {}}, False)
     assert in_use(tmp_path)
     with pytest.raises(BadInput, match="is in use by another process"):
-        Run.open(tmp_path, {"identity": {}}, False)
+        Run(tmp_path).open({"identity": {}}, False)
     del run
 
 

@@ -1,6 +1,4 @@
-"""What names a run: keys of studies' runs do not change, and runs of earlier code are read
-correctly.
-"""
+"""What names a run: keys of studies' runs do not change."""
 
 from __future__ import annotations
 
@@ -8,19 +6,15 @@ import json
 import shutil
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers import CLASSIFY, ROOT, SMOKE, Forks, good, refused, training
-from test_train import same, timeless_log
 from toys import Toys
 
 from xformer.config import parse_overrides, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import RUN_MANIFEST, read_json, write_json
-from xformer.model.config import NEWER
 from xformer.recipe import Recipe
-from xformer.run import read_config
 from xformer.study.forecast import Costs, Forecast
 from xformer.study.plan import LATER, Plan, content_key, identity
 from xformer.study.pool import set_up
@@ -76,83 +70,7 @@ def test_what_is_new_enters_the_key_if_it_is_not_the_default() -> None:
     )
 
 
-# ----------------------------------------------------------------- runs that were made before
-
-
-def as_before(run: Path) -> None:
-    """Write a run's config.json in the form that it had when `data` was a group, and the model had
-    fewer settings."""
-    content = read_json(run / "config.json")
-    for part in (content["config"], content["identity"], *(s["config"] for s in content["starts"])):
-        part["data"] = {"store": part["data"], "fraction": part.pop("fraction")}
-        for name in NEWER:
-            del part["model"][name]
-    (run / RUN_MANIFEST).unlink(missing_ok=True)  # it has the checksum of config.json
-    write_json(run / "config.json", content)
-
-
-def test_an_old_config_is_read_in_todays_words(tmp_path: Path) -> None:
-    """The config is as earlier code wrote it, without the parts that do not matter here."""
-    system = {"threads": 2, "shard": "none"}
-    old = {"data": {"store": "stores/a", "fraction": 0.5}, "head": "mlm", "system": system}
-    content: dict[str, Any] = {
-        "config": old,
-        "identity": {"data": {"store": "k"}, "head": "mlm"},
-        "starts": [{"step": 0, "config": old}],
-    }
-    write_json(tmp_path / "config.json", content)
-    new = {"data": "stores/a", "fraction": 0.5, "head": "mlm", "system": {"threads": 2}}
-    assert read_config(tmp_path / "config.json") == {
-        "config": new,
-        "identity": {"data": "k", "fraction": 1.0, "head": "mlm"},
-        "starts": [{"step": 0, "config": new}],
-    }
-    # today's form is read unchanged
-    write_json(tmp_path / "config.json", {"config": new, "identity": new})
-    assert read_config(tmp_path / "config.json") == {"config": new, "identity": new}
-    for strange in (7, {"config": 1, "starts": [2]}, {"starts": None}):
-        write_json(tmp_path / "config.json", strange)
-        assert read_config(tmp_path / "config.json") == strange
-
-
-STOP = """
-import os
-from xformer.monitor import Monitor
-plain = Monitor.advance
-def advance(self, done):
-    plain(self, done)
-    if done == 4: os._exit(9)
-Monitor.advance = advance
-"""
-
-
-@pytest.mark.slow
-def test_a_run_of_before_goes_on(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """If it is continued, it equals a run that never stopped. It is evaluated and verified as
-    before.
-    """
-    runs = [tmp_path / "whole", tmp_path / "parts"]
-    settings = ["train.steps=6", "train.checkpoint_every=3", "train.log_every=1", "fraction=0.5"]
-    lines = [training(SMOKE, data.text, run, *settings) for run in runs]
-    good(forks.run(*lines[0]))
-    assert forks.run(*lines[1], before=STOP).status == 9
-    as_before(runs[1])
-    others = training(SMOKE, data.text, runs[1], *settings[:-1])
-    refused(forks.run(*others), "made with other settings: fraction=0.5 is now 1.0")
-    good(forks.run(*lines[1]))
-    same(runs[1], runs[0])
-    content = read_json(runs[1] / "config.json")  # continuing has written it in today's form
-    assert content["config"]["data"] == content["starts"][0]["config"]["data"] == str(data.text)
-    assert len(content["starts"]) == 1, [start["environment"] for start in content["starts"]]
-
-    as_before(runs[0])
-    before = (runs[0] / "config.json").read_bytes()
-    assert "is finished" in good(forks.run(*lines[0])).err
-    good(forks.run("evaluate.py", runs[0], f"data={data.text}"))
-    good(forks.run("-m", "xformer.study", "verify", runs[0]))
-    assert (runs[0] / "config.json").read_bytes() == before
-    good(forks.run(*lines[0], "train.steps=8"))
-    assert [event["step"] for event in timeless_log(runs[0]) if event["event"] == "train"][-1] == 8
+# ------------------------------------------------------------------------- studies of such runs
 
 
 STUDY = """
@@ -178,7 +96,7 @@ columns = "seed"
 """
 
 
-def test_a_finished_study_of_before_is_reported(forks: Forks, data: Toys, tmp_path: Path) -> None:
+def test_a_finished_study_is_reported_again(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """Nothing runs again and the numbers are the same. Another precision is another run, which is
     never mistaken for the existing one."""
     file, root = tmp_path / "one.toml", tmp_path / "studies"
@@ -198,11 +116,10 @@ def test_a_finished_study_of_before_is_reported(forks: Forks, data: Toys, tmp_pa
     report = (root / "one-mini/report.md").read_text()
     runs = [job.path for job in plan.jobs.values()]
     for run in runs:
-        as_before(run)
+        (run / RUN_MANIFEST).unlink()  # a run that begins again deletes it and writes a new one
     assert "Accuracy" in good(forks.run(*line)).out
     assert (root / "one-mini/report.md").read_text() == report
-    for run in runs:  # the old form shows that it was not run again
-        assert isinstance(read_json(run / "config.json")["config"]["data"], dict)
+    assert not any((run / RUN_MANIFEST).exists() for run in runs)
 
     keys = set(plan.jobs)
     write("bf16")
@@ -259,12 +176,12 @@ def test_dropout_from_a_checkpoint_is_not_taken_for_the_default(
         part["model"]["dropout"] = 0.1  # as earlier versions recorded it
     (job.path / RUN_MANIFEST).unlink()  # it has the checksum of config.json
     as_recorded = (content, read_json(job.path / "config.json"))
+    assert "is finished" in good(forks.run(*job.command)).err
+    assert "is finished" in good(forks.run(*job.command, "model.dropout=0")).err
+    refused(forks.run(*job.command, "model.dropout=0.1"), "model.dropout=0.0 is now 0.1")
     for recorded in as_recorded:
         write_json(job.path / "config.json", recorded)
         assert plan().jobs.keys() == {job.key}
-        assert "is finished" in good(forks.run(*job.command)).err
-        assert "is finished" in good(forks.run(*job.command, "model.dropout=0")).err
-        refused(forks.run(*job.command, "model.dropout=0.1"), "model.dropout=0.0 is now 0.1")
         with pytest.raises(
             BadInput, match=r"made with model.dropout=0.0, the study asks for 0.1; giv"
         ):
@@ -288,8 +205,6 @@ def test_dropout_from_a_checkpoint_is_not_taken_for_the_default(
         plan("settings.model.dropout = 0.1")
     write_json(job.path / "config.json", as_recorded[0])
     assert plan("settings.model.dropout = 0.1").jobs.keys() == {job.key}
-    good(forks.run(*job.command))  # it starts from the beginning, as nothing was trained
-    assert read_json(job.path / "config.json")["config"]["model"]["dropout"] == 0
 
 
 def test_a_forecast_knows_the_checkpoints_of_the_package(data: Toys, tmp_path: Path) -> None:

@@ -627,15 +627,21 @@ def test_another_models_optimizer_state_is_refused() -> None:
     ],
 )
 def test_schedules_after_a_warm_up_of_a_fifth(schedule: Any, expected: list[float]) -> None:
-    config = OptimConfig(lr=0.02, schedule=schedule)
-    rates = [learning_rate(config, i / 10, (i + 1) / 10, 0.2) for i in range(10)]
+    """The warm-up is a share of the run or a number of steps, and a step may be counted as 8
+    samples."""
+    config = OptimConfig(lr=0.02, schedule=schedule, warmup=0.2)
+    rates = [learning_rate(config, i, i + 1, 10) for i in range(10)]
     assert rates == pytest.approx([0.02 * e for e in expected], rel=1e-9)
+    in_steps = config.model_copy(update={"warmup": 2.0})
+    assert [learning_rate(in_steps, i, i + 1, 10) for i in range(10)] == rates
+    assert [learning_rate(in_steps, 8 * i, 8 * i + 8, 80, 8) for i in range(10)] == rates
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_schedules_without_a_warm_up_and_beyond_the_end(schedule: Any) -> None:
     config = OptimConfig(lr=0.02, schedule=schedule)
-    assert learning_rate(config, 0.0, 0.1, 0.0) == 0.02
-    assert learning_rate(config, 1.0, 1.1, 0.0) == 0.0
-    assert learning_rate(config, 1.3, 1.4, 0.0) == 0.0
-    assert learning_rate(config, 0.9, 1.0, 1.0) == pytest.approx(0.02)  # all of it warm-up
+    assert learning_rate(config, 0, 1, 10) == 0.02
+    assert learning_rate(config, 10, 11, 10) == 0.0
+    assert learning_rate(config, 13, 14, 10) == 0.0
+    all_of_it = config.model_copy(update={"warmup": 10.0})
+    assert learning_rate(all_of_it, 9, 10, 10) == pytest.approx(0.02)

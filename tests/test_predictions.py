@@ -47,9 +47,7 @@ train.write = write
 
 
 def classes(*names: str) -> Task:
-    task = task_of(Head("classify", names))
-    assert task is not None
-    return task
+    return task_of(Head("classify", names))
 
 
 @pytest.mark.parametrize("name", ["text", "classes", "scores", "pairs", "splice"])

@@ -18,6 +18,7 @@ from toys import Toys
 
 from xformer.analysis.subcommand import _to_tensorboard
 from xformer.data.errors import BadInput
+from xformer.data.files import write_json
 from xformer.data.store import open_store
 from xformer.monitor import ENDS
 from xformer.rows import batches_of
@@ -177,6 +178,13 @@ def test_a_run_that_continues_has_no_end_in_its_log(
         ends = [r["event"] for r in log(run) if r["event"] in ENDS]
         assert ends == (["failed"] if name == "failed" else ["end", "end"])
         shutil.rmtree(run)
+
+
+def test_kept_results_with_a_removed_setting_are_listed(tmp_path: Path) -> None:
+    """Eight of results/ were made when system.shard existed."""
+    recipe = {"data": "d", "run": "r", "head": "mlm", "system": {"shard": "none"}}
+    write_json(tmp_path / "config.json", {"identity": {}, "config": recipe, "starts": []})
+    assert summary(tmp_path, "kept").state == "killed?"
 
 
 def test_what_is_not_a_run_costs_a_line(

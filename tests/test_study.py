@@ -285,12 +285,12 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
         (
             "vary.seed = [0, 1]",
             "vary.a.one = { data.fraction = 0.1 }",
-            "stages.finetune: data.fraction is now fraction: write fraction=0.1",
+            "stages.finetune: data cannot be combined with data.fraction; leave one out",
         ),
         (
             'settings.data = "{made.task}"',
             "settings.data.store = '{made.task}'",
-            "data.store is now data: write data=",
+            "must be a path or a list of paths",
         ),
         ('columns = "rate"', 'columns = "metric"', 'columns="metric" needs metric.NAME=METRIC'),
         (

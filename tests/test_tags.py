@@ -357,9 +357,7 @@ def test_entities() -> None:
 
 
 def predictions(outputs: np.ndarray, split: Split, names: tuple[str, ...]) -> Predictions:
-    task = task_of(Head("tag", names))
-    assert task is not None
-    return task.predictions(outputs, split)
+    return task_of(Head("tag", names)).predictions(outputs, split)
 
 
 def test_scores_equal_slow_loops() -> None:

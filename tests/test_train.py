@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,10 +37,12 @@ from xformer.config import all_keys, load
 from xformer.data.batch import Batch, Workload
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
+from xformer.data.mixture import Mixture
+from xformer.data.sampler import Samples
 from xformer.monitor import Monitor, curves
 from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import ALONE, Ranks
-from xformer.prepare import planned_steps, prepare
+from xformer.prepare import planned_steps, prepare, rows_per_step
 from xformer.recipe import Recipe
 from xformer.run import _refuse_other_settings, changes
 from xformer.trajectory import Timeline
@@ -282,6 +285,15 @@ train.score_split = lambda *words: (print("scored", words[2]), original(*words))
     assert good(forks.run(*last, before=spy)).out.count("scored valid") == 3
 
 
+WAITING = """
+from xformer.writer import BackgroundWriter
+def leave(self, *error):
+    os.kill(os.getpid(), signal.SIGINT)
+    self.free()
+BackgroundWriter.__exit__ = leave
+"""
+
+
 def test_a_second_interrupt_stops_at_once(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """The first one announces a checkpoint. After the second, the run continues from an older
     one."""
@@ -306,6 +318,10 @@ def test_a_second_interrupt_stops_at_once(forks: Forks, data: Toys, tmp_path: Pa
     assert log(run)[-1]["event"] == "stopped"
     newest = {int(path.name.removeprefix("step_")) for path in (run / "checkpoints").iterdir()}
     assert max(newest) == 6
+    # the second one comes while the run waits for its last checkpoint
+    late = AT_STEP.format(step=8, signal="SIGINT", ranks="0") + WAITING
+    stopped = forks.run(*line, before=late)
+    assert stopped.err.splitlines()[-1] == ending.replace("step 7", "step 9")
     good(forks.run(*line))
     good(forks.run(*training(SMOKE, data.text, straight, *SHORT)))
     same(run, straight)
@@ -911,6 +927,24 @@ def test_the_steps_of_a_run_are_known_before_it_starts(data: Toys, tmp_path: Pat
         job = prepare(load(Recipe, line[1:]), ALONE)
         timeline = Timeline(job.feed().stream, job.recipe.train.steps, 2, 0, None, "")
         assert planned_steps(job) == pytest.approx(timeline.length(), rel=error, abs=0)
+
+
+def test_the_mean_length_of_rows_is_that_of_the_whole_store(tmp_path: Path) -> None:
+    """The store is sorted by length, as if a store of long rows were joined to one of short rows.
+    Without train.steps, the end of masking.final and the length of the warm-up depend on it."""
+    line = training(
+        SMOKE, tmp_path / "store", tmp_path / "run", "train.steps=0", "batch.tokens=1000"
+    )
+    recipe = load(Recipe, line[1:])
+    lengths = np.sort(np.random.default_rng(0).integers(5, 100, 50_000))
+    assembler: Any = SimpleNamespace(sizes=lambda rows: lengths[rows])
+    for samples in (Samples(50_000, 0), Mixture([20_000, 30_000], 0, 1.0, [0.4, 0.6])):
+        expected = 1000 / lengths.mean()
+        assert rows_per_step(recipe, assembler, samples) == pytest.approx(expected, rel=0.02)
+    half = Samples(50_000, 0, 0.1)
+    kept, _ = half.at(np.arange(half.per_epoch))
+    expected = 1000 / lengths[kept].mean()
+    assert rows_per_step(recipe, assembler, half) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_slow_run_prints_lines_before_the_first_of_its_log(

@@ -291,6 +291,29 @@ def test_a_run_with_a_trajectory(forks: Forks, data: Toys, tmp_path: Path) -> No
     )
 
 
+def test_the_state_of_the_source_says_what_the_other_run_took(
+    data: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the name of the current directory nor that of a copied checkpoint says it. If the
+    source is gone, its name has to."""
+    folder, copy = tmp_path / "step_500", tmp_path / "copy"
+    folder.mkdir()
+    copy.mkdir()
+    write_json(copy / "state.json", {"step": 8})
+    line = training(SMOKE, data.text, tmp_path / "run", *SHORT, "train.keep_at=[2, 10]")[1:]
+
+    def planned(*settings: str) -> tuple[set[int], set[int]]:
+        recipe = config.load(Recipe, [*line, *settings])
+        with monkeypatch.context() as patch:
+            patch.chdir(folder)
+            kept = prepare(recipe, ALONE).trajectory
+        return set(kept.steps), set(kept.of_other)
+
+    assert planned() == ({2, 10}, set())
+    assert planned(f"train.branch_from={copy}") == ({10}, {2})
+    assert planned("train.branch_from=gone/step_8") == ({10}, {2})
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_run_has_the_same_trajectory(
     forks: Forks, data: Toys, tmp_path: Path, ranks: int
@@ -456,10 +479,10 @@ def test_keep_at_belongs_to_no_key(data: Toys, tmp_path: Path) -> None:
         again = config.validate(Recipe, recipe.model_dump(mode="json"))
         assert again == recipe
         content = {"identity": recipe.model_dump(mode="json"), "config": {}}
-        opened = Run.open(tmp_path / "run", content, False)
+        run = Run(tmp_path / "run")
+        run.open(content, False)
         write_json(tmp_path / "run/config.json", content)
-        assert opened.path == tmp_path / "run"
-        del opened  # this releases its lock
+        del run  # this releases its lock
 
 
 def test_a_store_of_before_words_were_counted(data: Toys, tmp_path: Path) -> None:

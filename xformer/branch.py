@@ -13,12 +13,12 @@ from pathlib import Path
 from xformer import checkpoint as checkpoints
 from xformer.config import validate
 from xformer.data.errors import BadInput
-from xformer.data.files import near
+from xformer.data.files import near, read_run_json
 from xformer.data.outputs import is_run
 from xformer.monitor import Monitor
 from xformer.prepare import Setup, identity_of, stable_phase
 from xformer.recipe import Recipe
-from xformer.run import FREE, State, changes, completed, differences, read_config
+from xformer.run import FREE, State, changes, completed, differences
 
 # A branch may differ from the other run in these settings and in FREE, because they do not change a
 # step before the decay.
@@ -48,7 +48,7 @@ def check_branch(setup: Setup) -> None:
     if recipe.overwrite and run.resolve() == Path(recipe.run).resolve():
         raise BadInput(f"overwrite=true would delete {given}: give another run=")
     checkpoints.verify(path)
-    old = read_config(run / "config.json")
+    old = read_run_json(run / "config.json")
     pairs = differences(completed(old["identity"]), identity_of(setup))
     if others := {name: pair for name, pair in pairs.items() if name not in FREE | LATE}:
         what = changes(others, old, {"config": recipe.model_dump(mode="json")})
@@ -57,8 +57,7 @@ def check_branch(setup: Setup) -> None:
         raise BadInput(f"{given}: a branch needs optim.schedule=wsd, also in the run it comes from")
     state = State.read(path)
     # the other run's settings at each of its starts up to the checkpoint: a run may be made longer
-    starts = [start for start in old.get("starts", []) if start["step"] < state.step]
-    starts = starts or [{**old, "step": 0}]
+    starts = [start for start in old["starts"] if start["step"] < state.step]
     lengths = [
         validate(Recipe, {**start["config"], "data": recipe.data, "model": {}}) for start in starts
     ]
@@ -69,7 +68,7 @@ def check_branch(setup: Setup) -> None:
             "(with train.steps=0 a run counts train.epochs)"
         )
     warmup, end = stable_phase(setup)
-    done, _ = setup.progress(state.step, state.position)
+    done = setup.done_at(state.step, state.position)
     if done > end:
         raise BadInput(_in_decay(given, recipe.run))
     untils = [*(_done(setup, start["step"]) for start in starts[1:]), done]
@@ -95,11 +94,11 @@ def _length(recipe: Recipe) -> str:
 
 
 def _done(setup: Setup, step: int) -> int:
-    """How far the run is after this many steps; see `Setup.progress`."""
+    """How far the run is after this many steps; see `Setup.done_at`."""
     stream, position = setup.feed().stream, 0
     for _ in range(0 if setup.recipe.train.steps else step):
         position += len(stream.take(position)[0])
-    return setup.progress(step, position)[0]
+    return setup.done_at(step, position)
 
 
 def start_branch(state: State, path: str, monitor: Monitor) -> None:

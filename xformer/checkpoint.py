@@ -74,7 +74,7 @@ class Checkpoint:
     @property
     def task(self) -> Task | None:
         """The task of the head, or None if there is no head."""
-        return task_of(self.head)
+        return None if self.head is None else task_of(self.head)
 
     @property
     def max_tokens(self) -> int:
@@ -109,7 +109,6 @@ class Checkpoint:
         Raises BadInput if the architecture does not support the head.
         """
         task = task_of(head)
-        assert task is not None
         check_head(self.config, task)
         kept = {k: v for k, v in self.weights.items() if not k.startswith("task_head")}
         with torch.device("meta"):

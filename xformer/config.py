@@ -36,9 +36,6 @@ from xformer.data.errors import BadInput, typed
 
 WIDTH = 100  # width of help texts in columns
 SHORT = {"seed": "all"}  # `seed = N` is short for `seed.all = N`
-MOVED = {"data.store": "data", "data.fraction": "fraction"}  # keys that were renamed
-# keys that were removed, and why
-GONE = {"system.shard": "every rank keeps the whole model (batch.accumulate saves memory)"}
 LARGEST = 2**24  # largest size of a recipe in bytes
 OPERATION = '{op = "clean"}'  # the example in messages
 HIDDEN: JsonDict = {"hidden": True}  # as json_schema_extra: --help leaves the key out
@@ -186,10 +183,6 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = (), what: str = "recipe") -
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not TOML: {error}") from None
     base = values.pop("base", None)
-    try:
-        refuse_moved(values)  # before merging, because that could hide a key that was moved
-    except BadInput as error:
-        raise BadInput(f"{path}: {error}") from None
     if base is None:
         return values
     if not isinstance(base, str) or "\0" in base:
@@ -217,8 +210,7 @@ def parse_overrides(schema: type[Settings], arguments: list[str]) -> dict[str, A
     """Overrides as nested values: ["optim.lr=1e-4"] -> {"optim": {"lr": 1e-4}}.
 
     Values are parsed as TOML; values that are not TOML are strings. For keys that take strings, a
-    value such as 2026 remains a string. Raises BadInput if an argument is not KEY=VALUE, or if its
-    key was renamed.
+    value such as 2026 remains a string. Raises BadInput if an argument is not KEY=VALUE.
     """
     types = all_keys(schema)
     values: dict[str, Any] = {}
@@ -235,7 +227,6 @@ def parse_overrides(schema: type[Settings], arguments: list[str]) -> dict[str, A
             value = text
         for part in reversed(key.split(".")):
             value = {part: value}
-        refuse_moved(value, schema.model_fields)
         values = merge(values, value)
     return values
 
@@ -262,42 +253,28 @@ def toml_value(text: str) -> Any:
 
 def merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
     """The values of `low` and `high`, merged group by group; those of `high` take precedence.
-    `seed = N` is short for `seed.all = N`."""
+    `seed = N` is short for `seed.all = N`. Raises BadInput if a key is a value in one of them and a
+    group in the other, because one would hide the other."""
     merged: dict[str, Any] = {}
     for key in [*low, *(key for key in high if key not in low)]:
         pair = [values[key] for values in (low, high) if key in values]
         if key in SHORT and any(isinstance(value, dict) for value in pair):
             pair = [value if isinstance(value, dict) else {SHORT[key]: value} for value in pair]
-        both_groups = len(pair) == 2 and all(isinstance(value, dict) for value in pair)
-        merged[key] = merge(*pair) if both_groups else pair[-1]
+        groups = [value for value in pair if isinstance(value, dict)]
+        if len(pair) == 2 and len(groups) == 1:
+            inside = ", ".join(f"{key}.{name}" for name in groups[0])
+            raise BadInput(f"{key} cannot be combined with {inside or 'a group'}; leave one out")
+        merged[key] = merge(*groups) if len(groups) == 2 else pair[-1]
     return merged
 
 
 def validate(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType:
     """The settings with these values. Raises BadInput with a line for each mistake."""
     _refuse_nul(values)
-    refuse_moved(values, schema.model_fields)
     try:
         return schema.model_validate(values)
     except ValidationError as error:
         raise BadInput(*_complaints(schema, values, error.errors())) from None
-
-
-def refuse_moved(values: Mapping[str, Any], known: Collection[str] = MOVED.values()) -> None:
-    """Raise BadInput if a key was removed, or was renamed to one of the `known` names. The message
-    says what to write instead. Keys may be dotted or nested."""
-    groups = {key: value for key, value in values.items() if isinstance(value, dict)}
-    dotted = {f"{group}.{key}": groups[group][key] for group in groups for key in groups[group]}
-    dotted |= values
-    for old, why in GONE.items():
-        if old in dotted:
-            raise BadInput(f"{old} was removed: {why}; leave it out")
-    renamed = {old: new for old, new in MOVED.items() if old in dotted and new in known}
-    if renamed:
-        news, is_now = " and ".join(renamed.values()), "is now" if len(renamed) == 1 else "are now"
-        plain = {old: isinstance(dotted[old], str | int | float) for old in renamed}
-        write = [f"{n}={show(dotted[o]) if plain[o] else '...'}" for o, n in renamed.items()]
-        raise BadInput(f"{' and '.join(renamed)} {is_now} {news}: write {' '.join(write)}")
 
 
 def _refuse_nul(values: dict[str, Any]) -> None:

@@ -81,6 +81,14 @@ class OptimConfig(Settings):
             )
         return value
 
+    def lengths(self, whole: float, unit: float) -> tuple[float, float]:
+        """The lengths of the warm-up and of the decay in a run of length `whole`, in steps or
+        samples. A step has the length `unit`."""
+        warmup, decay = (
+            value * (whole if value < 1 else unit) for value in (self.warmup, self.decay)
+        )
+        return warmup, decay
+
     def notes(self) -> list[str]:
         """Lines to print at the start of training: the optimizer, its rate and its weight decay."""
         decay = self.weight_decay
@@ -94,20 +102,17 @@ class OptimConfig(Settings):
 
 
 def learning_rate(
-    config: OptimConfig,
-    before: float,
-    after: float,
-    warmup: float,
-    decay: float = 0.0,
-    whole: float = 1.0,
+    config: OptimConfig, before: float, after: float, whole: float, unit: float = 1.0
 ) -> float:
-    """The rate of a step. `before` and `after` are the shares of the run that are done before and
-    after this step.
+    """The rate of a step. `before` and `after` are what is done before and after this step, and
+    `whole` is the length of the run: all in steps, or in samples, of which a step has `unit`.
 
-    `warmup` is a share too. The rate rises linearly, and the step that ends the warm-up has the
-    full rate. With schedule=wsd all numbers are in steps or samples instead: `whole` is the length
-    of the run, and `decay` is the length of the decay at its end.
+    The rate rises linearly, and the step that ends the warm-up has the full rate.
     """
+    warmup, decay = config.lengths(whole, unit)
+    if config.schedule != "wsd":  # as shares; with wsd the length must not change the stable phase
+        warmup = config.warmup if config.warmup < 1 else warmup / whole
+        before, after, whole = before / whole, after / whole, 1.0
     if after <= warmup:
         return config.lr * after / warmup
     if config.schedule == "wsd":

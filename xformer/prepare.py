@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from xformer.config import flat
 from xformer.data import hashing, mapping
 from xformer.data.batch import Assembler, rows_of
 from xformer.data.errors import BadInput, typed
+from xformer.data.files import read_run_json
 from xformer.data.joined import Joined, open_stores
 from xformer.data.masking import MaskSchedule
 from xformer.data.mixture import Mixture
@@ -32,7 +33,7 @@ from xformer.parallel.feed import Feed
 from xformer.parallel.precision import fast_on, reason_for_bf16
 from xformer.parallel.processes import Ranks
 from xformer.recipe import Recipe
-from xformer.run import Run, State, read_config
+from xformer.run import Run, State
 from xformer.scoring import check_kind
 from xformer.surgery import registry
 from xformer.tasks.classify import balanced
@@ -42,6 +43,7 @@ from xformer.tasks.task import Head, Task
 from xformer.trajectory import Timeline, Trajectory
 
 PROBED = ("task_head",)  # what a probe trains
+SEEN = 10_000  # the mean length of a row is estimated from so many rows
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,6 @@ class Setup:
     metric: str
     notes: list[str]
     precision: str
-    trajectory: Trajectory = field(default_factory=Trajectory)
 
     @property
     def length(self) -> int:
@@ -70,15 +71,24 @@ class Setup:
         train = self.recipe.train
         return train.steps or max(1, round(train.epochs * self.samples.per_epoch))
 
-    def progress(self, step: int, position: int) -> tuple[int, int]:
-        """How far the run is at this step and sample, and its length; see `length`."""
-        done = step if self.recipe.train.steps else position
-        return done, self.length
+    @cached_property
+    def unit(self) -> float:
+        """The length of a step in what `length` counts: 1, or the number of its samples, which is
+        estimated if it has `batch.tokens`."""
+        steps = self.recipe.train.steps
+        return 1 if steps else rows_per_step(self.recipe, self.train, self.samples)
+
+    def done_at(self, step: int, position: int) -> int:
+        """How much of `length` is done at this step and sample."""
+        return step if self.recipe.train.steps else position
 
     def share(self, step: int, position: int) -> float:
         """The share of the run that is done at this step and sample."""
-        done, whole = self.progress(step, position)
-        return done / whole
+        return self.done_at(step, position) / self.length
+
+    def rate(self, before: int, after: int) -> float:
+        """The learning rate of a step; see `done_at` for what is done before and after it."""
+        return learning_rate(self.recipe.optim, before, after, self.length, self.unit)
 
     def done(self, state: State) -> bool:
         """Whether the run has reached its end, or has been stopped by `train.patience`."""
@@ -125,6 +135,31 @@ class Setup:
 
         return compiles(self.recipe.system, self.ranks, self.start.config, pays)
 
+    @cached_property
+    def trajectory(self) -> Trajectory:
+        """The steps at which `train.keep_at` keeps the weights. A branch leaves out the steps that
+        were trained by the other run. Raises BadInput as `steps_of` does."""
+        settings, split = self.recipe.train, self.train.split
+        if not settings.keep_at:
+            return Trajectory()
+        timeline = Timeline(
+            self.feed().stream,
+            settings.steps,
+            self.train.extra,
+            split.tokens,
+            split.words,
+            str(self.store.path),
+        )
+        begun = 0
+        if settings.branch_from:
+            source = Path(settings.branch_from)
+            there = (source / "state.json").is_file()
+            # a branch with checkpoints of its own goes on without the other run
+            begun = State.read(source).step if there else checkpoints.step_of(source.resolve()) or 0
+        steps = trajectory.steps_of(settings.keep_at, timeline)
+        own = frozenset(step for step in steps if step > begun or not begun)
+        return Trajectory(own, checkpoints.size(self.start), steps - own)
+
     def feed(self, fixed: bool = False) -> Feed:
         """The training batches of this rank, step by step. If `fixed`, they have few shapes."""
         recipe, batch = self.recipe, self.recipe.batch
@@ -160,7 +195,8 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     """Open and check everything that a recipe names. Writes nothing. Raises BadInput.
 
     `overrides` are the keys that the user typed. Other values of model.* come from the recipe's
-    file, and the checkpoint of `init=` replaces them. By default all keys count as typed.
+    file, and the checkpoint of `init=` replaces them. By default all keys of model.* count as
+    typed, and no others.
 
     The setup's recipe has the values that the run uses: fp32 or bf16 in place of
     `system.precision=auto`, the model's length in place of `batch.max_tokens=0`, and the shape
@@ -191,7 +227,6 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     samples = _samples(recipe, store, train_assembler)
     head = _head(recipe, store, samples)
     task = task_of(head)
-    assert task is not None
     if task.has_unlabelled(split):
         raise BadInput(f"{store.name}: the split 'train' has rows without a label")
     if "valid" in store.splits and not task.has_labels(store.split("valid")):
@@ -209,7 +244,8 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     notes += describe_frozen(start, chosen(start, recipe.train.only), fresh)
     metric = _metric(recipe, task, store)
     setup = Setup(recipe, ranks, store, start, train_assembler, samples, metric, notes, precision)
-    return replace(setup, trajectory=_trajectory(setup))
+    _ = setup.trajectory  # refuses wrong marks now, before anything is written
+    return setup
 
 
 def _check_used(recipe: Recipe, typed_keys: Collection[str]) -> None:
@@ -255,7 +291,7 @@ def _earlier(run: Path) -> str:
     config = run / "config.json"
     if not is_run(config):
         return ""
-    settings = read_config(config).get("config")
+    settings = read_run_json(config).get("config")
     recorded = flat(settings if isinstance(settings, dict) else {}).get("system.precision")
     return "bf16" if recorded == "bf16" else "fp32"  # the first versions knew only fp32
 
@@ -265,7 +301,7 @@ def _initial(recipe: Recipe, store: Store, overrides: Collection[str] | None) ->
     if recipe.init is None:
         return checkpoints.fresh(recipe.model, store.tokenizer(), recipe.seed.of("weights"))
     start = checkpoints.load(recipe.init)
-    start = replace(start, config=with_settings(start.config, recipe.model, overrides))
+    start = replace(start, config=with_dropout(start.config, recipe.model, overrides))
     for name, weight in start.weights.items():
         if not weight.isfinite().all():
             raise BadInput(
@@ -342,9 +378,13 @@ def _samples(recipe: Recipe, store: Store, train: Assembler) -> Samples:
 
 
 def rows_per_step(recipe: Recipe, train: Assembler, samples: Samples) -> float:
-    """The number of rows in a step; an estimate if a step has `batch.tokens`."""
+    """The number of rows in a step. If a step has `batch.tokens`, it is estimated from the first
+    rows in the order of training; the store may be sorted by length."""
     batch = recipe.batch
-    return batch.tokens / float(train.sizes(samples.some()).mean()) if batch.tokens else batch.rows
+    if not batch.tokens:
+        return batch.rows
+    examples, _ = samples.at(np.arange(min(samples.per_epoch, SEEN)))
+    return batch.tokens / float(train.sizes(examples).mean())
 
 
 def planned_samples(recipe: Recipe, train: Assembler, samples: Samples) -> int:
@@ -416,26 +456,6 @@ def _notes(
     return [*notes, *filter(None, [task.meaning])]
 
 
-def _trajectory(setup: Setup) -> Trajectory:
-    """The steps at which `train.keep_at` keeps the weights. A branch leaves out the steps that were
-    trained by the other run. Raises BadInput as `steps_of` does."""
-    settings, split = setup.recipe.train, setup.train.split
-    if not settings.keep_at:
-        return Trajectory()
-    timeline = Timeline(
-        setup.feed().stream,
-        settings.steps,
-        setup.train.extra,
-        split.tokens,
-        split.words,
-        str(setup.store.path),
-    )
-    begun = checkpoints.step_of(Path(settings.branch_from or "").resolve()) or 0
-    steps = trajectory.steps_of(settings.keep_at, timeline)
-    own = frozenset(step for step in steps if step > begun or not begun)
-    return Trajectory(own, checkpoints.size(setup.start), steps - own)
-
-
 def check_model(recipe: Recipe, config: ModelConfig) -> None:
     """Raise BadInput unless a model with this config can train with the recipe's batches and
     head."""
@@ -464,7 +484,7 @@ def check_data(recipe: Recipe, kind: str, splits: Collection[str], store: object
         )
 
 
-def with_settings(
+def with_dropout(
     config: ModelConfig, wanted: ModelConfig, overrides: Collection[str] | None = None
 ) -> ModelConfig:
     """A checkpoint's model config with the dropout of `wanted`. If the two differ in other keys,
@@ -563,29 +583,9 @@ def training_tokens(setup: Setup) -> int:
     return int((setup.train.whole_sizes(rows) - setup.train.extra).sum())
 
 
-def rates(setup: Setup) -> Callable[[int, int], float]:
-    """The learning rate of a step, as a function of what is done before the step and after it; see
-    `Setup.progress`."""
-    optim, length = setup.recipe.optim, setup.length
-    warmup, decay = _lengths(setup)
-    if optim.schedule == "wsd":  # no shares, so that the length does not change the stable phase
-        return lambda before, after: learning_rate(optim, before, after, warmup, decay, length)
-    share = optim.warmup if optim.warmup < 1 else warmup / length
-    return lambda before, after: learning_rate(optim, before / length, after / length, share)
-
-
-def _lengths(setup: Setup) -> tuple[float, float]:
-    """The lengths of the warm-up and the decay, in steps or samples; see `Setup.length`."""
-    recipe = setup.recipe
-    unit = 1 if recipe.train.steps else rows_per_step(recipe, setup.train, setup.samples)
-    values = recipe.optim.warmup, recipe.optim.decay
-    warmup, decay = (value * (setup.length if value < 1 else unit) for value in values)
-    return warmup, decay
-
-
 def stable_phase(setup: Setup) -> tuple[float, float]:
     """Where the stable phase of a run with schedule=wsd begins and ends, in steps or samples."""
-    warmup, decay = _lengths(setup)
+    warmup, decay = setup.recipe.optim.lengths(setup.length, setup.unit)
     return warmup, setup.length - decay
 
 
@@ -593,15 +593,14 @@ def schedule_notes(setup: Setup) -> list[str]:
     """A line that gives the lengths of the warm-up and of the decay in steps, if there are any:
     `optim.decay=0.2` is a share of the run, and `optim.decay=2` is two steps. If they do not fit
     into the run, another line says so."""
-    recipe = setup.recipe
-    unit = 1 if recipe.train.steps else rows_per_step(recipe, setup.train, setup.samples)
-    warmup, decay = (part / unit for part in _lengths(setup))
+    recipe, length, unit = setup.recipe, setup.length, setup.unit
+    warmup, decay = (part / unit for part in recipe.optim.lengths(length, unit))
     parts = [f"warm-up in the first {warmup:,.0f}"] if warmup else []
     if recipe.optim.schedule == "wsd":
         parts.append(f"decay in the last {decay:,.0f}")
     notes = [f"of {planned_steps(setup):,} steps: {', '.join(parts)}"] if parts else []
     both = "warm-up and decay are" if recipe.optim.schedule == "wsd" else "the warm-up is"
-    if warmup + decay * (recipe.optim.schedule == "wsd") > setup.length / unit * (1 + 1e-9):
+    if warmup + decay * (recipe.optim.schedule == "wsd") > length / unit * (1 + 1e-9):
         notes.append(f"{both} longer than the run, so the rate does not reach its peak")
     return notes
 
@@ -609,8 +608,7 @@ def schedule_notes(setup: Setup) -> list[str]:
 def planned_steps(setup: Setup) -> int:
     """The number of steps of a run, if no patience ends it. It is estimated if the recipe counts
     epochs and `batch.tokens`, because the lengths of the rows then decide."""
-    per_step = rows_per_step(setup.recipe, setup.train, setup.samples)
-    return setup.recipe.train.steps or math.ceil(setup.length / per_step)
+    return math.ceil(setup.length / setup.unit)
 
 
 def identity_of(setup: Setup) -> dict[str, Any]:
@@ -639,14 +637,12 @@ def open_run(setup: Setup) -> tuple[Run, dict[str, Any]]:
     environment = setup.ranks.on_rank_zero(partial(provenance.environment, setup.ranks))
     environment["compile"] = setup.compiling
     content = {"config": config, "identity": identity, "environment": environment}
-    path = Path(setup.recipe.run)
-    run = Run(path)
+    run, overwrite = Run(Path(setup.recipe.run)), setup.recipe.overwrite
 
     def open_here() -> None:
-        nonlocal run
-        if setup.recipe.overwrite or not (path / "config.json").exists():
-            setup.trajectory.check_room(path, 0)  # before anything is deleted or made
-        run = Run.open(path, content, setup.recipe.overwrite)
+        if overwrite or not (run.path / "config.json").exists():
+            setup.trajectory.check_room(run.path, 0)  # before anything is deleted or made
+        run.open(content, overwrite)
 
     setup.ranks.on_rank_zero(open_here)
     return run, content

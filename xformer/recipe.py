@@ -15,6 +15,7 @@ from pydantic import (
 
 from xformer import trajectory
 from xformer.config import Paths, Settings, each
+from xformer.data import mapping
 from xformer.model.config import NEWER, ModelConfig
 from xformer.optim import OptimConfig
 from xformer.parallel.processes import TrainingSystem
@@ -320,6 +321,12 @@ class Recipe(Settings):
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     system: TrainingSystem = TrainingSystem()
+
+    @field_validator("mapping")
+    @classmethod
+    def _form(cls, value: str) -> str:
+        mapping.parse(value)
+        return value
 
     @model_validator(mode="after")
     def _weights_for_stores(self) -> Recipe:

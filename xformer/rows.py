@@ -20,6 +20,7 @@ from xformer.config import MaybePaths, Settings, each, show, validate
 from xformer.data.batch import Batch
 from xformer.data.display import put, say
 from xformer.data.errors import BadInput
+from xformer.data.files import read_run_json
 from xformer.data.joined import Joined, open_stores
 from xformer.data.outputs import is_run
 from xformer.data.sampler import Stream
@@ -27,7 +28,6 @@ from xformer.data.tokenizers import Tokenizer
 from xformer.parallel.processes import ALONE
 from xformer.prepare import Setup, identity_of, prepare
 from xformer.recipe import Recipe
-from xformer.run import read_config
 from xformer.tasks.task import Table, as_table
 
 
@@ -67,8 +67,8 @@ def batches_of(
     """
     if not is_run(run / "config.json"):
         raise BadInput(f"{run} is not a run: it lacks the config.json that training writes")
-    content = read_config(run / "config.json")
-    starts = content.get("starts") or [{"step": 0, **content}]
+    content = read_run_json(run / "config.json")
+    starts = content["starts"]
     if data and open_stores(data).key != content["identity"]["data"]:
         given, known = (", ".join(each(paths)) for paths in (data, starts[0]["config"]["data"]))
         raise BadInput(

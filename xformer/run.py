@@ -22,13 +22,11 @@ import fcntl
 import hashlib
 import shutil
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-from pydantic import ValidationError
 
 from xformer import checkpoint as checkpoints
 from xformer import provenance
@@ -47,7 +45,6 @@ from xformer.data.files import (
     write_text,
 )
 from xformer.data.outputs import FILES, FOLDERS, is_run
-from xformer.model.config import DROPOUT, ModelConfig
 from xformer.parallel.feed import Step
 from xformer.predictions import FOLDER
 from xformer.recipe import LATER, Recipe
@@ -66,7 +63,6 @@ FREE = {
     "train.spike",
 }
 
-INHERITED = {f"model.{name}" for name in DROPOUT}
 HASHED = ("data", "init", "surgery")  # settings whose content, not their path, is compared
 # the number of samples in a run, with the setting that makes it decide
 SAMPLES = {"mixture.samples": "mixture.final", "masking.samples": "masking.final"}
@@ -123,20 +119,19 @@ class Run:
     """A run directory. Rank 0 opens it with `open`, which locks it until the process ends.
     `earlier` is the content of its config.json if the run is continued."""
 
-    def __init__(
-        self, path: Path, lock: TextIO | None = None, earlier: dict[str, Any] | None = None
-    ):
-        self.path, self.earlier = path, earlier
-        self._lock = lock
+    def __init__(self, path: Path):
+        self.path = path
+        self.earlier: dict[str, Any] | None = None
+        self._lock: TextIO | None = None
 
-    @classmethod
-    def open(cls, path: Path, config: dict[str, Any], overwrite: bool) -> Run:
-        """Create a run directory, or open one to continue its run. Call `begin` afterwards.
-        `config` is the content of its config.json. With `overwrite`, an existing run is deleted.
+    def open(self, config: dict[str, Any], overwrite: bool) -> None:
+        """Create the directory, or open it to continue its run. Call `begin` afterwards. `config`
+        is the content of its config.json. With `overwrite`, an existing run is deleted.
 
         Raises BadInput if another process uses the directory, if it contains something other than a
         run, or if its run was made with other settings, which the message names.
         """
+        path = self.path
         for parent in (path, *path.parents):
             if parent.exists() and not parent.is_dir():
                 raise BadInput(f"run={path}: {parent} is a file; give a directory")
@@ -147,7 +142,7 @@ class Run:
                 f"run={path} exists and is not a run (it contains {others[0]}); give another "
                 "directory"
             )
-        earlier = read_config(config_file) if config_file.exists() and not overwrite else None
+        earlier = read_run_json(config_file) if config_file.exists() and not overwrite else None
         if earlier is not None:
             _refuse_other_settings(path, earlier, config)
         make_directory(path, "run=")
@@ -158,7 +153,7 @@ class Run:
             )
         if overwrite:
             _delete_run(path)
-        return cls(path, lock, earlier)
+        self.earlier, self._lock = earlier, lock
 
     def checkpoint_path(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step_{step}"
@@ -204,9 +199,8 @@ class Run:
         them, with its step.
         """
         now = {name: config[name] for name in ("config", "environment")}
-        earlier = self.earlier or {}
-        first = [{**earlier, "step": 0}] if now.keys() <= earlier.keys() else []
-        starts = [start for start in earlier.get("starts", first) if start["step"] < step]
+        earlier = (self.earlier or {}).get("starts", [])
+        starts = [start for start in earlier if start["step"] < step]
         if not starts or any(starts[-1][name] != now[name] for name in now):
             starts.append({"step": step, **now})
         (self.path / RUN_MANIFEST).unlink(missing_ok=True)  # only a finished run has this file
@@ -288,55 +282,6 @@ def _delete_run(path: Path) -> None:
         (path / name).unlink(missing_ok=True)
 
 
-def read_config(path: Path) -> Any:
-    """The content of a run's config.json, with the keys of older versions renamed.
-
-    In older runs `data.store` becomes `data`, and `data.fraction` becomes `fraction`.
-    `system.shard` is removed, because it never changed a result. If the dropout came from the
-    checkpoint of `init`, earlier versions recorded the default; the run's own checkpoints have the
-    right one. Raises BadInput as `read_run_json` does.
-    """
-    content = read_run_json(path)
-    if isinstance(content, dict):
-        starts = content.get("starts")
-        starts = [s for s in starts if isinstance(s, dict)] if isinstance(starts, list) else []
-        parts = [content.get("identity"), *(part.get("config") for part in (content, *starts))]
-        dropout = _trained_dropout(path.parent)
-        for part in parts:
-            if isinstance(part, dict) and isinstance(part.get("model"), dict) and part.get("init"):
-                part["model"] |= dropout
-            if isinstance(part, dict) and isinstance(part.get("data"), dict):
-                old = part["data"]
-                part["data"], part["fraction"] = old.get("store"), old.get("fraction", 1.0)
-            if isinstance(part, dict) and isinstance(part.get("system"), dict):
-                part["system"].pop("shard", None)
-    return content
-
-
-def _trained_dropout(run: Path) -> dict[str, Any]:
-    """The dropout settings of a run's first checkpoint; {} if no checkpoint can be read."""
-    for trained in checkpoints.by_step(run / "checkpoints").values():
-        with suppress(BadInput, KeyError, TypeError, ValidationError):
-            model = ModelConfig(**read_json(trained / "config.json")["model"])
-            return model.model_dump(mode="json", include=set(DROPOUT))
-    return {}
-
-
-def known_dropout(run: Path) -> dict[str, Any]:
-    """The dropout settings that a run is known to have used; {} if there is no run.
-
-    They are those of its first checkpoint. A run without one only has recorded settings. Of these,
-    a default may be wrong (`read_config` says why) and is left out.
-    """
-    if trained := _trained_dropout(run):
-        return trained
-    defaults = ModelConfig().model_dump(mode="json", include=set(DROPOUT))
-    with suppress(BadInput, KeyError, TypeError, AttributeError):
-        recorded = read_config(run / "config.json")["identity"]["model"]
-        return {k: recorded[k] for k in defaults if recorded.get(k, defaults[k]) != defaults[k]}
-    return {}
-
-
 def is_finished(path: Path) -> bool:
     """Whether the run in a directory is finished."""
     return (path / "result.json").is_file()
@@ -381,10 +326,7 @@ def kept_only_weights(path: Path) -> bool:
 
 
 def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    pairs = differences(completed(old.get("identity", {})), new["identity"])
-    if new["identity"].get("init") and not _trained_dropout(path):
-        # without a checkpoint nothing is continued, and an early version recorded the default
-        pairs = {name: pair for name, pair in pairs.items() if name not in INHERITED}
+    pairs = differences(completed(old["identity"]), new["identity"])
     changed = {name: pair for name, pair in pairs.items() if name not in FREE}
     refused = {name: pair for name, pair in changed.items() if not _longer(name, *pair)}
     if refused:

@@ -54,7 +54,7 @@ from xformer.model.config import DROPOUT, ModelConfig
 from xformer.monitor import SILENT, records
 from xformer.recipe import Recipe
 from xformer.rows import RowsConfig, print_rows
-from xformer.run import FREE, in_use, is_finished, read_config
+from xformer.run import FREE, in_use, is_finished
 from xformer.tasks.known import TASKS
 from xformer.tasks.task import Head
 
@@ -198,9 +198,10 @@ def _natural(name: str) -> list[Any]:
 
 def summary(path: Path, name: str) -> RunSummary:
     """What the table shows of the run in a directory. Raises BadInput if it is not a run."""
-    content = read_config(path / "config.json")
+    content = read_run_json(path / "config.json")
     if not isinstance(content, dict) or "identity" not in content:
         raise BadInput("its config.json is not that of a run")
+    content["config"].get("system", {}).pop("shard", None)  # some kept results have it
     recipe = validate(Recipe, content["config"])
     log = records(path) if (path / "log.jsonl").exists() else []
     newest: dict[str, dict[str, Any]] = {record["event"]: record for record in log}

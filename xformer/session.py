@@ -8,10 +8,9 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.files import sync
 from xformer.monitor import Monitor, peak_memory
 from xformer.parallel.feed import Step
-from xformer.prepare import Setup, planned_steps, rates, schedule_notes, training_tokens
+from xformer.prepare import Setup, planned_steps, schedule_notes, training_tokens
 from xformer.profile import Profiler
 from xformer.run import SINCE_LOG, Run, State
 from xformer.scoring import Scores, longest_remedy
@@ -48,61 +47,32 @@ class Due:
         return self.log or self.validation or self.checkpoint or self.stop
 
 
+@dataclass
 class Session:
-    """The bookkeeping of a training run; a context manager that every rank enters.
+    """The bookkeeping of a training run, which `session_of` opens on every rank.
 
     The session decides what is due after a step, writes the log, and writes checkpoints in the
-    background. `state` is the progress of the run.
+    background. `state` is the progress of the run, `signals` are the signals that this rank has
+    received, and `damage` has a line about the first damage of the store. `stepped` is set after
+    the first step, when the check of the store may begin.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        run: Run,
-        state: State,
-        monitor: Monitor,
-        model: Model,
-        optimizer: torch.optim.Optimizer,
-    ):
-        self.setup, self.run, self.state, self.monitor = setup, run, state, monitor
-        self.snapshot = Snapshot(model, optimizer, setup.ranks)
-        self.clock, self.stop_flag = Clock(state), StopFlag(setup.ranks.device)
-        self.rates = rates(setup)
-        self.stepped = threading.Event()  # the first step is done, and the store's check may begin
-        # {step: scores on 'valid'} of the step that would be selected now; {} if not validated
-        self.validated: dict[int, Scores] = {}
+    setup: Setup
+    run: Run
+    state: State
+    monitor: Monitor
+    snapshot: Snapshot
+    signals: list[int]
+    writer: BackgroundWriter
+    damage: list[str]
+    profiler: Profiler
+    stepped: threading.Event
+    # {step: scores on 'valid'} of the step that would be selected now; {} if not validated
+    validated: dict[int, Scores] = field(default_factory=dict)
 
-    def __enter__(self) -> Session:
-        setup, monitor = self.setup, self.monitor
-        tracing = setup.recipe.system.profile and setup.ranks.rank == 0
-        with ExitStack() as stack:
-            self.signals = stack.enter_context(_signals(monitor.active))
-            self.writer = stack.enter_context(BackgroundWriter(monitor.say))
-            self.damage = stack.enter_context(_store_checked(setup, self.stepped))
-            profiler = Profiler(self.run.path, tracing, setup.ranks.device, monitor.say)
-            self.profiler = stack.enter_context(profiler)
-            self.part = profiler.part
-            if self.state.step == 0 and 0 in setup.trajectory.steps:
-                self._keep(whole=False, now=False)
-            self.stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
-        ended = self.stack.__exit__(kind, error, trace)
-        if kind is KeyboardInterrupt:
-            step, run = self.state.step, self.run.path
-            line = f"stopped after step {step}; the same command continues {run} from its newest"
-            line += " checkpoint"
-            if not self.run.has_checkpoints():
-                line = f"stopped after step {step}, before the first checkpoint; the same command "
-                line += f"starts {run} from the beginning"
-            raise Interrupted(signal.SIGINT, line) from None
-        return ended
+    def __post_init__(self) -> None:
+        self.clock, self.stop_flag = Clock(self.state), StopFlag(self.setup.ranks.device)
+        self.part = self.profiler.part
 
     @property
     def done(self) -> bool:
@@ -117,9 +87,8 @@ class Session:
     def rate(self, step: Step) -> float:
         """The learning rate of the next step."""
         setup, state = self.setup, self.state
-        before, _ = setup.progress(state.step, state.position)
-        after, _ = setup.progress(state.step + 1, step.end)
-        return self.rates(before, after)
+        before = setup.done_at(state.step, state.position)
+        return setup.rate(before, setup.done_at(state.step + 1, step.end))
 
     def advance(self, step: Step, told: Tensor) -> Due:
         """Count a step, and return what to do after it. `told` () is above 0 if any rank was told
@@ -130,7 +99,7 @@ class Session:
         state.advance(step)
         setup.ranks.at(state.step)
         self.monitor.step = state.step
-        self.monitor.advance(setup.progress(state.step, state.position)[0])
+        self.monitor.advance(setup.done_at(state.step, state.position))
         self.clock.mark += self.profiler.step(state.step)
         if self.damage:
             raise Failure(self.damage[0])
@@ -202,6 +171,10 @@ class Session:
             with self.clock.stopped():
                 self._keep(whole, now=self.done or due.stop)
 
+    def keep_start(self) -> None:
+        """Write the weights of step 0. All ranks call this together."""
+        self._keep(whole=False, now=False)
+
     def _keep(self, whole: bool, now: bool) -> None:
         """Copy the state of the run, or only the weights if not `whole`. Write the copy in the
         background; if `now`, wait until it is written."""
@@ -225,7 +198,7 @@ class Session:
             "data": setup.store.key,
             "steps": step,
             "tokens": state["real_tokens"],
-            "seed": recipe.model_dump(mode="json")["seed"],
+            "seed": recipe.seed.model_dump(mode="json"),
             "mapping": recipe.mapping,
         }
         if recipe.system.precision != "fp32":
@@ -242,6 +215,43 @@ class Session:
         sync_log(run)
         checkpoints.save(trained, run.checkpoint_path(step), True, self.snapshot.moments, state)
         run.prune(state["best_step"], recipe.train.keep_last, recipe.train.keep_every)
+
+
+@contextmanager
+def session_of(
+    setup: Setup,
+    run: Run,
+    state: State,
+    monitor: Monitor,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[Session]:
+    """The session of a run; every rank enters this context.
+
+    Raises Interrupted if Ctrl-C is pressed twice, and Failure if the store is damaged.
+    """
+    snapshot, stepped = Snapshot(model, optimizer, setup.ranks), threading.Event()
+    tracing = setup.recipe.system.profile and setup.ranks.rank == 0
+    try:
+        with (
+            _signals(monitor.active) as signals,
+            BackgroundWriter(monitor.say) as writer,
+            _store_checked(setup, stepped) as damage,
+            Profiler(run.path, tracing, setup.ranks.device, monitor.say) as profiler,
+        ):
+            session = Session(
+                setup, run, state, monitor, snapshot, signals, writer, damage, profiler, stepped
+            )
+            if state.step == 0 and 0 in setup.trajectory.steps:
+                session.keep_start()
+            yield session
+    except KeyboardInterrupt:
+        line = f"stopped after step {state.step}; the same command continues {run.path} from its "
+        line += "newest checkpoint"
+        if not run.has_checkpoints():
+            line = f"stopped after step {state.step}, before the first checkpoint; the same "
+            line += f"command starts {run.path} from the beginning"
+        raise Interrupted(signal.SIGINT, line) from None
 
 
 def _utilisation(setup: Setup, since: dict[str, float], predicted: float) -> float | None:
@@ -316,9 +326,9 @@ def announce_changes(
     name = "steps" if now.steps else "epochs"
     if before[name] == getattr(now, name):
         return
-    done, _ = setup.progress(state.step, state.position)
+    done = setup.done_at(state.step, state.position)
     before_change = replace(setup, recipe=setup.recipe.having("train", **{name: before[name]}))
-    old, new = (rates(each)(done, done) for each in (before_change, setup))
+    old, new = (each.rate(done, done) for each in (before_change, setup))
     monitor.say(
         f"train.{name} was {before[name]} and is now {getattr(now, name)}: the schedule now spans "
         f"the longer run, so the learning rate changes from {old:.3g} to {new:.3g}"

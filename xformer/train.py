@@ -21,7 +21,6 @@ from xformer import checkpoint as checkpoints
 from xformer import optim
 from xformer.branch import check_branch, start_branch
 from xformer.config import flat, load, parse_overrides
-from xformer.data import mapping
 from xformer.data.batch import Batch
 from xformer.data.display import format_number, say
 from xformer.data.files import read_run_json
@@ -31,7 +30,7 @@ from xformer.monitor import Monitor, cut_log, events
 from xformer.ops import native
 from xformer.optim import clip_and_step, gradient_norm
 from xformer.parallel import processes
-from xformer.parallel.compiled import GRAPHS, compile_parts
+from xformer.parallel.compiled import GRAPHS, LAYERS, compile_parts
 from xformer.parallel.feed import Feed, Step
 from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import Ranks
@@ -41,7 +40,7 @@ from xformer.prepare import Setup, open_run, prepare
 from xformer.recipe import Recipe
 from xformer.run import Run, State, is_finished, kept_only_weights
 from xformer.scoring import Scores, score
-from xformer.session import Session, announce, announce_changes, sync_log
+from xformer.session import Session, announce, announce_changes, session_of, sync_log
 from xformer.tasks.task import Model
 
 
@@ -49,7 +48,6 @@ def main() -> None:
     """`torchrun train.py RECIPE key=value ...`"""
     with processes.group():
         recipe = load(Recipe, sys.argv[1:])
-        mapping.parse(recipe.mapping)
         overrides = flat(parse_overrides(Recipe, sys.argv[2:]))
         train(recipe, overrides=overrides)
 
@@ -106,8 +104,8 @@ def _train_from(
     logged_until = state.step if own else -1
     damage = cut_log(run.path, logged_until) if ranks.rank == 0 else ""
     unit = "step" if recipe.train.steps else "sample"
-    done, total = setup.progress(state.step, state.position)
-    with Monitor(run.path, ranks.rank == 0, logged_until, done, total, unit) as monitor:
+    done = setup.done_at(state.step, state.position)
+    with Monitor(run.path, ranks.rank == 0, logged_until, done, setup.length, unit) as monitor:
         if own:
             monitor.say(f"continuing {run.path} from step {state.step}")
             announce_changes(setup, run, state, config, monitor)
@@ -124,7 +122,7 @@ def _train_from(
         feed = setup.feed(fixed=compiling != "none")
         _compile(model, compiling, setup, feed, monitor)
         with (
-            Session(setup, run, state, monitor, model, optimizer) as session,
+            session_of(setup, run, state, monitor, model, optimizer) as session,
             closing(feed.steps(state.position)) as steps,
         ):
             graphs = compiling in GRAPHS
@@ -134,7 +132,7 @@ def _train_from(
         if setup.done(state):
             if note := setup.trajectory.missing(run.path, state.step):
                 monitor.say(note)
-            _finish(setup, run, model, state, monitor, session.validated)
+            _finish(session, model)
 
 
 def _model_and_optimizer(
@@ -157,11 +155,14 @@ def _model_and_optimizer(
 def _compile(model: Model, what: str, setup: Setup, feed: Feed, monitor: Monitor) -> None:
     """Compile the parts of a model in place, and print what is compiled."""
     ranks = setup.ranks
-    note = compile_parts(model, what, ranks, feed.sample, setup.recipe.system.precision)
-    if "fails" in note and ranks.rank:  # this rank alone may lack a compiler
-        say(f"rank {ranks.rank}: {note}", error=True)
-    elif note:
-        monitor.say(note)
+    failure = compile_parts(model, what, ranks, feed.sample, setup.recipe.system.precision)
+    line = f"torch.compile fails here ({failure}): the model runs without it"
+    if failure and ranks.rank:  # this rank alone may lack a compiler
+        say(f"rank {ranks.rank}: {line}", error=True)
+    elif failure:
+        monitor.say(line)
+    elif what in LAYERS:
+        monitor.say("torch.compile: layers; the first batch of each shape takes longer")
 
 
 # --------------------------------------------------------------------------------- the loop
@@ -245,20 +246,14 @@ def score_split(setup: Setup, model: Model, split: str) -> Scores:
 # --------------------------------------------------------------------------------- the end
 
 
-def _finish(
-    setup: Setup,
-    run: Run,
-    model: Model,
-    state: State,
-    monitor: Monitor,
-    validated: dict[int, Scores],
-) -> None:
+def _finish(session: Session, model: Model) -> None:
     """Score the selected checkpoint on every labelled split but 'train', and write its predictions
     and result.json.
 
-    `validated` has scores on 'valid' by step. It lacks the selected checkpoint if the run was
-    stopped after the validation; then 'valid' is scored again.
+    `session.validated` lacks the selected checkpoint if the run was stopped after the validation;
+    then 'valid' is scored again.
     """
+    setup, run, state, monitor = session.setup, session.run, session.state, session.monitor
     best = setup.recipe.train.select == "best" and state.best_step > 0
     step = state.best_step if best else state.step
     selected = run.checkpoint_path(step)
@@ -271,7 +266,7 @@ def _finish(
     metrics = {}
     for split in setup.store.splits:
         if split != "train" and setup.task.has_labels(setup.store.split(split)):
-            known = validated.get(step) if split == "valid" else None
+            known = session.validated.get(step) if split == "valid" else None
             scores = known or score_split(setup, model, split)
             metrics[split] = scores.metrics
             if setup.ranks.rank == 0:

@@ -20,14 +20,13 @@ from xformer import provenance, start, train
 from xformer.config import Settings, each, help_text, parse_overrides, validate
 from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure
-from xformer.data.files import read_json
+from xformer.data.files import read_json, read_run_json
 from xformer.data.outputs import is_run
 from xformer.model.config import DROPOUT
 from xformer.monitor import ENDS, records
 from xformer.parallel import processes
 from xformer.parallel.processes import TORCHRUN
 from xformer.recipe import Recipe
-from xformer.run import read_config
 
 # fields of a log's record that the clock or the machine decides, and one that older versions wrote
 CLOCK = {"time", "seconds", "real_tokens_per_second", "memory_gib", "mfu", "padding"}
@@ -53,8 +52,8 @@ def main(arguments: list[str]) -> None:
     if not is_run(run / "config.json"):
         raise BadInput(f"{run} is not a run: it has no config.json that training wrote")
     steps = validate(Verify, parse_overrides(Verify, arguments[1:])).steps
-    content = read_config(run / "config.json")
-    first, *later = content.get("starts") or [{"step": 0, **content}]
+    content = read_run_json(run / "config.json")
+    first, *later = content["starts"]
     if first["step"]:
         raise BadInput(f"{run} does not say what its first steps were made with")
     config = first["config"]

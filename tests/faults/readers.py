@@ -443,7 +443,9 @@ def resume(path: Path) -> None:
         run.State.read(newest)
     identity = {"identity": {"seed": 0, "train": {"steps": 2}}}
     with contextlib.suppress(AttributeError):
-        run.Run.open(path, identity, False)._lock.close()  # type: ignore[union-attr]
+        opened = run.Run(path)
+        opened.open(identity, False)
+        opened._lock.close()  # type: ignore[union-attr]
     with contextlib.suppress(FileNotFoundError):
         monitor.cut_log(path, 1)
     with silent(), monitor.Monitor(path, True, 1, 0, 2, "step"):

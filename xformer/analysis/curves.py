@@ -28,8 +28,9 @@ from xformer.config import flat
 from xformer.data import style
 from xformer.data.display import many
 from xformer.data.errors import BadInput
+from xformer.data.files import read_run_json
 from xformer.monitor import records
-from xformer.run import completed, read_config
+from xformer.run import completed
 from xformer.tasks.known import TASKS
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def _renamed(groups: dict[str, list[str]], names: tuple[str, ...]) -> dict[str, 
 
 def _recipe(path: str) -> dict[str, Any]:
     """The recipe of a run. Raises BadInput if its config.json contains no recipe."""
-    content = read_config(Path(path) / "config.json")
+    content = read_run_json(Path(path) / "config.json")
     if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
         raise BadInput(f"{path}/config.json is damaged: it holds no recipe; give another run")
     return completed(content["config"])

@@ -95,7 +95,8 @@ def from_hf(directory: str | Path, repository: str = "") -> Imported:
     tied = drop_tied_copies(source, family, file)
     config, frequencies = modern.take_frequencies(source, family, config, file)
     head, head_names, lacking = _find_heads(source, meta, config, family)
-    if (task := task_of(head)) is not None:
+    if head is not None:
+        task = task_of(head)
         _check_head(task, family, meta, _count_outputs(source, family.classify))
         modern.check_head(task, family, meta, directory / "config.json")
     weights, used, left = _take_weights(source, family, config, head, head_names, file)
@@ -480,8 +481,9 @@ def _expected(
     config: ModelConfig, head: Head | None, weights: Collection[str]
 ) -> dict[str, Tensor]:
     """The weights, without content, of a model with this head and the parts of `weights`."""
+    task = None if head is None else task_of(head)
     with torch.device("meta"):
-        return Model(config, task_of(head), parts_of(weights)).state_dict()
+        return Model(config, task, parts_of(weights)).state_dict()
 
 
 def _layer_name(family: Family) -> re.Pattern[str]:

@@ -52,8 +52,7 @@ def training_of(path: Path) -> Training | None:
         return None
     content = read_run_json(run / "config.json")
     try:
-        first = {"step": 0, "config": content["config"], "environment": content["environment"]}
-        every = content.get("starts") or [first]
+        every = content["starts"]
         starts = [start for start in every if start["step"] < step] or every[:1]
         key = str(content["identity"]["data"])
         store = _open(_stores(starts[-1]["config"]), key)
@@ -64,7 +63,6 @@ def training_of(path: Path) -> Training | None:
 
 def _stores(config: dict[str, Any]) -> list[str]:
     data = config["data"]
-    data = data["store"] if isinstance(data, dict) else data  # in early versions
     return [data] if isinstance(data, str) else list(data)
 
 

@@ -52,10 +52,6 @@ class Mixture(Samples):
         """Samples in an epoch."""
         return sum(store.per_epoch for store in self.stores)
 
-    def some(self) -> np.ndarray:
-        """Some example numbers, from which the mean length of a sample is estimated."""
-        return self.at(np.arange(min(self.rows, 10_000)))[0]
-
     def at(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The examples and epochs, int64, of the samples with these numbers, counted from 0. The
         epoch is the number of earlier passes over the sample's store. This takes longer if the

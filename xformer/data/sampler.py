@@ -62,10 +62,6 @@ class Samples:
         """Samples in an epoch."""
         return max(1, round(self.rows * self.fraction))
 
-    def some(self) -> np.ndarray:
-        """Some example numbers, from which the mean length of a sample is estimated."""
-        return np.arange(min(self.rows, 10_000))
-
     def given(self, examples: np.ndarray, sizes: np.ndarray) -> np.ndarray | None:
         """None: only a mixture counts what each store gives."""
         return None

@@ -22,7 +22,8 @@ from xformer.parallel.processes import Ranks, TrainingSystem
 from xformer.tasks.task import Model
 
 BACKEND = "inductor"
-GRAPHS = ("graphs", "both")  # the values of system.compile that need CUDA graphs
+# the values of system.compile that compile the layers, and those that need CUDA graphs
+LAYERS, GRAPHS = ("layers", "both"), ("graphs", "both")
 # The largest number of programs of all modules together. There is one program for each kind of
 # module (such as the embeddings, a layer, a frozen layer or the last layer) and each shape of a
 # batch. A run that needs more programs ends with an error.
@@ -56,14 +57,14 @@ def compile_parts(
     sample: Callable[[], Batch[Tensor]],
     precision: str,
 ) -> str:
-    """Compile the embeddings and every layer of a model in place, if `what` is "layers" or "both".
+    """Compile the embeddings and every layer of a model in place, if `what` is one of LAYERS.
 
     Layers of the same shape share compiled code. DistributedDataParallel can start to reduce
     gradients between two layers, because each is compiled separately. The code is tried with a
-    micro-batch, `sample()`. Returns a line to print: what is compiled, or why compiling failed. If
-    it failed, the model runs without compiled code.
+    micro-batch, `sample()`. Returns why compiling failed, in one line, or "". If it failed, the
+    model runs without compiled code.
     """
-    if what not in ("layers", "both"):
+    if what not in LAYERS:
         return ""
     import torch._dynamo
 
@@ -80,10 +81,10 @@ def compile_parts(
             # every other model of this process from being compiled.
             part._compiled_call_impl = None
         reason = " ".join(str(error).partition("Set TORCHDYNAMO_VERBOSE")[0].split())[:200]
-        return f"torch.compile fails here ({reason}): the model runs without it"
+        return reason or type(error).__name__
     finally:
         model.zero_grad()
-    return "torch.compile: layers; the first batch of each shape takes longer"
+    return ""
 
 
 def not_compiled() -> AbstractContextManager[None]:

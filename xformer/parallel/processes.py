@@ -180,9 +180,7 @@ def start(config: SystemConfig) -> Ranks:
             torch.use_deterministic_algorithms(True)
     use_tf32(device, config.tf32)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = len(os.sched_getaffinity(0))
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if local_world_size == 1 and threads.isdigit() and int(threads):  # torchrun itself sets it to 1
         cores = int(threads)

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,15 +68,15 @@ class Replicas:
         model.zero_grad()
         self.restore(torch.ones((), device=ranks.device))
 
-    def learn(self, batch: Batch[Tensor] | None, number: int, count: int) -> Loss:
-        """The loss of micro-batch `number` among the `count` micro-batches of a step. Its gradients
+    def learn(self, batch: Batch[Tensor] | None, number: int, of: int) -> Loss:
+        """The loss of a micro-batch: `number`, counted from 0, `of` those of a step. Its gradients
         are added to those of the weights."""
-        last = number + 1 >= count
+        last = number + 1 >= of
         with self._averaging(last):
             if self.recorder is None or batch is None:
                 loss = self._passes(batch)
             else:
-                loss = self.recorder(batch, alone=count == 1)
+                loss = self.recorder(batch, alone=of == 1)
         if last and self.recorder is not None and self.ranks.world_size > 1:
             self._average()
         return loss
@@ -117,10 +116,8 @@ class Replicas:
         divided by their number because the ranks have averaged the gradient.
         """
         self.ranks.sum(sums.all)
-        if self.ranks.world_size > 1:
-            for buffer in self.buffers:
-                dist.all_reduce(buffer)
-                buffer /= self.ranks.world_size
+        for buffer in self.buffers:
+            self.ranks.sum(buffer).div_(self.ranks.world_size)
         return sums.count.clamp(min=1.0) / self.ranks.world_size
 
     def restore(self, drop: Tensor) -> None:

@@ -93,9 +93,8 @@ class Watch:
         if self.rank == min(set(range(self.world_size)) - set(gone)):
             say(f"error: {self.message(gone)}", error=True)
         else:
-            time.sleep(
-                2 * BEAT
-            )  # torchrun ends all ranks when one ends: let the message appear first
+            # torchrun ends all ranks when one ends: let the message appear first
+            time.sleep(2 * BEAT)
         os._exit(1)
 
     def message(self, gone: dict[int, int]) -> str:

@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from pydantic import ValidationError
+
 from xformer import checkpoint as checkpoints
 from xformer import cost, trajectory
 from xformer.analysis.examples import check_length
@@ -31,10 +33,8 @@ from xformer.data.store import ORDER, no_store
 from xformer.data.tokenizers import META
 from xformer.evaluate import EvaluateConfig
 from xformer.model.config import DROPOUT, ModelConfig
-from xformer.prepare import check_data, check_model
-from xformer.prepare import with_settings as with_dropout
+from xformer.prepare import check_data, check_model, with_dropout
 from xformer.recipe import Recipe
-from xformer.run import known_dropout
 from xformer.scoring import check_kind
 from xformer.study.plan import Job, Plan, content_key
 from xformer.study.spec import Deviation, Levels, ScoreTable, within
@@ -314,7 +314,7 @@ class Forecast:
         Finished runs are checked too, because the runs that start from them keep their keys."""
         if job.recipe is None or not self.recipe(job).init or not (wanted := self.start(job)):
             return
-        had = known_dropout(job.path)
+        had = _known_dropout(job.path)
         for name, value in wanted.model_dump(mode="json", include=set(had)).items():
             if value != had[name]:
                 raise BadInput(
@@ -527,6 +527,24 @@ def _settings(arguments: Sequence[str]) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------------------------- costs
+
+
+def _known_dropout(run: Path) -> dict[str, Any]:
+    """The dropout settings that a run is known to have used; {} if there is no run.
+
+    They are those of its first checkpoint. A run without one, such as a kept result, only has
+    recorded settings. Some kept results recorded the default although the checkpoint of `init` had
+    another value, so a recorded default is left out.
+    """
+    for trained in checkpoints.by_step(run / "checkpoints").values():
+        with suppress(BadInput, KeyError, TypeError, ValidationError):
+            model = ModelConfig(**read_json(trained / "config.json")["model"])
+            return model.model_dump(mode="json", include=set(DROPOUT))
+    defaults = ModelConfig().model_dump(mode="json", include=set(DROPOUT))
+    with suppress(BadInput, KeyError, TypeError, AttributeError):
+        recorded = read_run_json(run / "config.json")["identity"]["model"]
+        return {k: recorded[k] for k in defaults if recorded.get(k, defaults[k]) != defaults[k]}
+    return {}
 
 
 @dataclass(frozen=True)

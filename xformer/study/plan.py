@@ -29,12 +29,11 @@ from typing import Any
 
 from xformer.config import each_text, find_recipe, flat, merge, nearest, read_recipe, validate
 from xformer.data.errors import BadInput
-from xformer.data.files import file_checksum, installed, read_json, write_json
+from xformer.data.files import file_checksum, installed, read_json, read_run_json, write_json
 from xformer.model.config import DROPOUT
 from xformer.parallel.precision import fast_here
 from xformer.parallel.processes import TORCHRUN
 from xformer.recipe import LATER, Recipe
-from xformer.run import read_config
 from xformer.study.spec import (
     METRIC,
     PLACE,
@@ -279,7 +278,7 @@ class Plan:
         if job.recipe is None or not config.is_file():
             return
         wanted = validate(Recipe, job.recipe).system.precision
-        content = read_config(config)
+        content = read_run_json(config)
         try:
             starts = [flat(start["config"]) for start in (content, *content.get("starts", ()))]
             made_as = Path(starts[0].get("run", job.key)).name

@@ -38,7 +38,6 @@ from xformer.config import (
     merge,
     nearest,
     read_recipe,
-    refuse_moved,
     validate,
 )
 from xformer.data.errors import BadInput, typed
@@ -605,7 +604,7 @@ def _bad_stage(study: Study, name: str) -> Iterator[str]:
             known = map(str, stage.vary.get(factor, [level]))
             lines = [*_unknown([factor], stage.vary), *_unknown([level], [*known])]
             yield from (f"without: {line}" for line in lines)
-    factors, moved = study.factors(name), [stage.settings]
+    factors = study.factors(name)
     for factor, levels in factors.items():
         if not levels and name in study.shown_stages():
             yield f"vary.{factor} has no level left"
@@ -614,15 +613,12 @@ def _bad_stage(study: Study, name: str) -> Iterator[str]:
         if factor in RESERVED:
             why = "give the factor another name: results.csv has a column of this one"
             yield f"vary.{factor}: {why}"
-        moved += levels.values()
         keys = {key for settings in levels.values() for key in flat(settings)}
         for key in sorted(f"{key}.{SHORT[key]}" if key in SHORT else key for key in keys):
             if key in owner:  # one of them would overrule the other
                 yield f"the factors {owner[key]} and {factor} both set {key}; let one of them do it"
             owner[key] = factor
     try:
-        for settings in moved:  # before merging, which could hide an old name
-            refuse_moved(settings)
         if stage.recipe and not factors.keys() & set(RESERVED):
             yield from _bad_settings(study, name)
     except BadInput as error:
@@ -637,7 +633,7 @@ def _bad_settings(study: Study, name: str) -> Iterator[str]:
     for levels in study.combinations(name):
         if not seen or not levels.items() <= seen:
             seen |= levels.items()
-            settings = merge(needed, merge(recipe, study.settings(name, levels)))
+            settings = needed | merge(recipe, study.settings(name, levels))
             try:
                 validate(Recipe, each_text(settings, partial(with_levels, levels=levels)))
             except BadInput as error:

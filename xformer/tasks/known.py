@@ -22,8 +22,6 @@ def kind_of(name: str, pairs: bool = False) -> type[Task]:
     return Pairs if pairs and TASKS[name].predicts_masked else TASKS[name]
 
 
-def task_of(head: Head | None) -> Task | None:
-    """The task of a head, or None if there is no head."""
-    if head is None:
-        return None
+def task_of(head: Head) -> Task:
+    """The task of a head."""
     return kind_of(head.kind, head.pair_scale > 0)(head)
