@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -118,6 +119,15 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "From raw files to stores.": ("xformer.preprocess",),
     "The command `xformer`.": ("xformer.command", "xformer.__main__"),
 }
+LINES_OF_TRAINING = 9_250
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 HOME = re.compile(
     r"(?<![\w.:~}$-])(?:/(?:home|root|Users|work|mnt|media|scratch|tmp)/\w|[A-Z]:\\\w)"
@@ -209,6 +219,30 @@ def test_there_are_no_circles() -> None:
     graph = {name: set(imports(name)) & set(MODULES) for name in MODULES}
     TopologicalSorter(graph).prepare()  # raises CycleError naming the circle
     assert graph["xformer.train"] > {"xformer.checkpoint", "xformer.data.batch"}
+
+
+def code_lines(name: str) -> int:
+    """The lines of a module without comments, docstrings and empty lines."""
+    lines: set[int] = set()
+    with tokenize.open(MODULES[name]) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type not in NO_CODE:
+                lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def test_training_needs_no_more_code_than_it_did() -> None:
+    """The code that `xformer train` loads, whatever the recipe. Who needs more lines raises the
+    limit, and says in docs/log.md what they are for."""
+    loaded, new = set(), {"xformer.train"}
+    while new:
+        loaded |= new
+        new = {name for module in new for name in imports(module) if name in MODULES} - loaded
+    lines = sum(map(code_lines, loaded))
+    assert lines <= LINES_OF_TRAINING, f"{lines:,} lines in {len(loaded)} modules"
 
 
 def test_the_data_needs_no_torch() -> None:
