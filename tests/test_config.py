@@ -138,7 +138,10 @@ def test_any_argument_is_taken_or_refused_in_one_line(text: str) -> None:
         (['data=["a", "a"]'], "data names a twice; give each path once"),
         (["data={other=1}"], "data={'other': 1} must be a path or a list of paths"),
         (["data.other=1"], "data={'other': 1} must be a path or a list of paths"),
-        (["data.other=1", "data=y"], "data cannot be combined with data.other; leave one out"),
+        (
+            ["data.other=1", "data=y"],
+            'data="y" would hide data.other: give either a value or a group of keys',
+        ),
         (
             [f"count='{'x' * 999}'"],
             f"count='{'x' * 39} ... {'x' * 39}': input should be a valid integer",
@@ -163,7 +166,7 @@ def test_a_value_does_not_hide_a_group_below_it(tmp_path: Path, text: str) -> No
     (tmp_path / "old.toml").write_text(text)
     (tmp_path / "new.toml").write_text('base = "old.toml"\ndata = "y"')
     for name in ("old", "new"):
-        with pytest.raises(BadInput, match=r"^data cannot be combined with data\.other; leave one"):
+        with pytest.raises(BadInput, match=r"^data=.[yz]. would hide data\.other: give either"):
             load(Outer, [str(tmp_path / f"{name}.toml"), "data=z"])
 
 

@@ -285,7 +285,7 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
         (
             "vary.seed = [0, 1]",
             "vary.a.one = { data.fraction = 0.1 }",
-            "stages.finetune: data cannot be combined with data.fraction; leave one out",
+            "stages.finetune: data={'fraction': 0.1} must be a path or a list of paths",
         ),
         (
             'settings.data = "{made.task}"',

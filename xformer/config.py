@@ -251,20 +251,23 @@ def toml_value(text: str) -> Any:
     return document["value"] if len(document) == 1 else text  # the text may have several lines
 
 
-def merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
+def merge(low: dict[str, Any], high: dict[str, Any], group: str = "") -> dict[str, Any]:
     """The values of `low` and `high`, merged group by group; those of `high` take precedence.
-    `seed = N` is short for `seed.all = N`. Raises BadInput if a key is a value in one of them and a
-    group in the other, because one would hide the other."""
+    `seed = N` is short for `seed.all = N`. `group` precedes the keys in messages. Raises BadInput
+    if a value of `high` would hide a whole group of `low`."""
     merged: dict[str, Any] = {}
     for key in [*low, *(key for key in high if key not in low)]:
+        name = group + key
         pair = [values[key] for values in (low, high) if key in values]
         if key in SHORT and any(isinstance(value, dict) for value in pair):
             pair = [value if isinstance(value, dict) else {SHORT[key]: value} for value in pair]
-        groups = [value for value in pair if isinstance(value, dict)]
-        if len(pair) == 2 and len(groups) == 1:
-            inside = ", ".join(f"{key}.{name}" for name in groups[0])
-            raise BadInput(f"{key} cannot be combined with {inside or 'a group'}; leave one out")
-        merged[key] = merge(*groups) if len(groups) == 2 else pair[-1]
+        if not isinstance(pair[-1], dict) and isinstance(pair[0], dict):
+            raise BadInput(
+                f"{name}={show(pair[-1])} would hide {name}.{next(iter(pair[0]), 'KEY')}: give "
+                f"either a value or a group of keys, {name}.KEY=VALUE"
+            )
+        both_groups = len(pair) == 2 and all(isinstance(value, dict) for value in pair)
+        merged[key] = merge(*pair, f"{name}.") if both_groups else pair[-1]
     return merged
 
 
