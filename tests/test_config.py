@@ -160,14 +160,14 @@ def test_what_is_missing_is_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["[data]\nother = 0.5", "data = { other = 'x' }"])
-def test_a_value_does_not_hide_a_group_below_it(tmp_path: Path, text: str) -> None:
-    """A wrong key in a group is refused, also if `data=` stands on the command line or in a recipe
-    on top of it."""
+def test_a_typed_value_does_not_hide_a_group(tmp_path: Path, text: str) -> None:
+    """A wrong key in a group of a recipe is refused, also if `data=` stands on the command line. In
+    a study, a list of levels may take the place of named levels."""
     (tmp_path / "old.toml").write_text(text)
-    (tmp_path / "new.toml").write_text('base = "old.toml"\ndata = "y"')
-    for name in ("old", "new"):
-        with pytest.raises(BadInput, match=r"^data=.[yz]. would hide data\.other: give either"):
-            load(Outer, [str(tmp_path / f"{name}.toml"), "data=z"])
+    with pytest.raises(BadInput, match=r"^data=.z. would hide data\.other: give either a value"):
+        load(Outer, [str(tmp_path / "old.toml"), "data=z"])
+    named = {"vary": {"lr": {"low": {"a": 1}, "high": {"a": 2}}}}
+    assert merge(named, {"vary": {"lr": [1e-3]}}) == {"vary": {"lr": [1e-3]}}
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,9 @@ def load(
         if "scales" in values:
             study = typed("python -m xformer.study")
             raise BadInput(f"{name} is a study, not a recipe: run it with {study} {name} scale=...")
-    return validate(schema, merge(values, parse_overrides(schema, arguments)))
+    overrides = parse_overrides(schema, arguments)
+    _refuse_hiding(values, overrides)
+    return validate(schema, merge(values, overrides))
 
 
 def recipes() -> dict[str, Path]:
@@ -227,6 +229,7 @@ def parse_overrides(schema: type[Settings], arguments: list[str]) -> dict[str, A
             value = text
         for part in reversed(key.split(".")):
             value = {part: value}
+        _refuse_hiding(values, value)
         values = merge(values, value)
     return values
 
@@ -251,24 +254,35 @@ def toml_value(text: str) -> Any:
     return document["value"] if len(document) == 1 else text  # the text may have several lines
 
 
-def merge(low: dict[str, Any], high: dict[str, Any], group: str = "") -> dict[str, Any]:
+def merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
     """The values of `low` and `high`, merged group by group; those of `high` take precedence.
-    `seed = N` is short for `seed.all = N`. `group` precedes the keys in messages. Raises BadInput
-    if a value of `high` would hide a whole group of `low`."""
+    `seed = N` is short for `seed.all = N`."""
     merged: dict[str, Any] = {}
     for key in [*low, *(key for key in high if key not in low)]:
-        name = group + key
         pair = [values[key] for values in (low, high) if key in values]
         if key in SHORT and any(isinstance(value, dict) for value in pair):
             pair = [value if isinstance(value, dict) else {SHORT[key]: value} for value in pair]
-        if not isinstance(pair[-1], dict) and isinstance(pair[0], dict):
-            raise BadInput(
-                f"{name}={show(pair[-1])} would hide {name}.{next(iter(pair[0]), 'KEY')}: give "
-                f"either a value or a group of keys, {name}.KEY=VALUE"
-            )
-        both_groups = len(pair) == 2 and all(isinstance(value, dict) for value in pair)
-        merged[key] = merge(*pair, f"{name}.") if both_groups else pair[-1]
+        if len(pair) == 2 and isinstance(pair[0], dict) and isinstance(pair[1], dict):
+            merged[key] = merge(pair[0], pair[1])
+        else:
+            merged[key] = pair[-1]
     return merged
+
+
+def _refuse_hiding(low: dict[str, Any], high: dict[str, Any], group: str = "") -> None:
+    """Raise BadInput if a value of `high` would hide a whole group of `low`. `group` precedes the
+    keys in the message."""
+    for key, value in high.items():
+        below, name = low.get(key), group + key
+        if not isinstance(below, dict) or key in SHORT:
+            continue
+        if isinstance(value, dict):
+            _refuse_hiding(below, value, f"{name}.")
+        elif below:
+            raise BadInput(
+                f"{name}={show(value)} would hide {name}.{next(iter(below))}: give either a value "
+                f"or a group of keys, {name}.KEY=VALUE"
+            )
 
 
 def validate(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType:

@@ -67,11 +67,17 @@ def matthews(weights: np.ndarray, predicted: np.ndarray, label: np.ndarray) -> n
 def _counts(
     weights: np.ndarray, predicted: np.ndarray, label: np.ndarray, names: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """By class, (B, classes) each: right predictions, predictions, labels."""
-    guessed, actual = (column[:, None] == np.asarray(names) for column in (predicted, label))
-    both = (guessed & actual, guessed, actual)
-    right, of_predictions, of_labels = (weights @ one.astype(float) for one in both)
-    return right, of_predictions, of_labels
+    """By class, (B, classes) each: right predictions, predictions, labels. `names` are sorted."""
+    known = np.asarray(names)
+
+    def count(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        places = np.minimum(known.searchsorted(values), len(known) - 1)
+        of_known = known[places] == values
+        places, weights = places[of_known], weights[:, of_known]
+        return np.stack([np.bincount(places, once, len(known)) for once in weights])
+
+    right = predicted == label
+    return count(label[right], weights[:, right]), count(predicted, weights), count(label, weights)
 
 
 def pearson(weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
