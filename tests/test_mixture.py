@@ -268,7 +268,7 @@ def test_a_mixture_can_be_made_longer_if_its_weights_stay(
     line = mixed(both, run, *changing, "train.steps=9")
     refused(
         forks.run(*line),
-        "it was to end after 40 rows, and now after 72; a run with mixture.final cannot",
+        "it was to end after 40 rows, and now after 72; a run with mixture.final keeps its length",
     )
 
 
