@@ -530,7 +530,7 @@ def _settings(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _known_dropout(run: Path) -> dict[str, Any]:
-    """The dropout settings that a run is known to have used; {} if there is no run.
+    """The dropout settings that a run is known to have used, or {} if there is no run.
 
     They are those of its first checkpoint. A run without one, such as a kept result, only has
     recorded settings. Some kept results recorded the default although the checkpoint of `init` had

@@ -68,16 +68,15 @@ def _counts(
     weights: np.ndarray, predicted: np.ndarray, label: np.ndarray, names: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """By class, (B, classes) each: right predictions, predictions, labels. `names` are sorted."""
-    known = np.asarray(names)
+    classes = np.asarray(names)
 
-    def count(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        places = np.minimum(known.searchsorted(values), len(known) - 1)
-        of_known = known[places] == values
-        places, weights = places[of_known], weights[:, of_known]
-        return np.stack([np.bincount(places, once, len(known)) for once in weights])
+    def count(values: np.ndarray, counted: np.ndarray | bool = True) -> np.ndarray:
+        place = np.minimum(classes.searchsorted(values), len(classes) - 1)
+        chosen = counted & (classes[place] == values)
+        place = place[chosen]
+        return np.stack([np.bincount(place, once[chosen], len(classes)) for once in weights])
 
-    right = predicted == label
-    return count(label[right], weights[:, right]), count(predicted, weights), count(label, weights)
+    return count(label, predicted == label), count(predicted), count(label)
 
 
 def pearson(weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
