@@ -18,7 +18,7 @@ from toys import Toys
 
 from xformer.analysis.subcommand import _to_tensorboard
 from xformer.data.errors import BadInput
-from xformer.data.files import write_json
+from xformer.data.files import read_run_json, write_json
 from xformer.data.store import open_store
 from xformer.monitor import ENDS
 from xformer.rows import batches_of
@@ -376,3 +376,10 @@ def test_a_step_is_printed_as_a_table(
     assert len(rows) == 8
     for row in rows:
         assert row["label"] == ("no" if "bam" in row["input"].split() else "yes")
+
+
+def test_a_run_without_a_list_of_starts_has_one(tmp_path: Path) -> None:
+    """The first versions did not write `starts`."""
+    content = {"config": {"seed": 1}, "identity": {}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert read_run_json(tmp_path / "config.json")["starts"] == [{**content, "step": 0}]

@@ -103,6 +103,8 @@ def read_run_json(path: Path) -> Any:
     if path.name == "result.json":
         remedy = "delete it: train.py makes it again, unless train.keep_state=false"
     check_run_file(path.parent, path.name, path, typed(remedy))
+    if path.name == "config.json" and isinstance(content, dict) and "identity" in content:
+        content.setdefault("starts", [{**content, "step": 0}])  # the first versions had no list
     return content
 
 
