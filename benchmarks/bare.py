@@ -25,9 +25,9 @@ from xformer.parallel.compiled import GRAPHS, compile_parts
 from xformer.parallel.feed import Feed
 from xformer.parallel.processes import Ranks
 from xformer.parallel.replicas import Replicas
-from xformer.prepare import Setup
 from xformer.recipe import Recipe
 from xformer.run import State
+from xformer.setup import Setup
 from xformer.tasks.task import Model
 from xformer.train import loop
 

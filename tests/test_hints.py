@@ -33,6 +33,7 @@ from xformer.preprocess.tasks import predict
 from xformer.preprocess.tasks.tables import Form, RowTable
 from xformer.recipe import Recipe
 from xformer.session import announce
+from xformer.setup import Setup
 from xformer.surgery.registry import parse_operation
 from xformer.tasks.classify import Classify
 from xformer.tasks.task import Head
@@ -74,7 +75,7 @@ def preprocess(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def setup(place: Path, recipe: str, *keys: str) -> prepare.Setup:
+def setup(place: Path, recipe: str, *keys: str) -> Setup:
     line = [recipe, *keys, f"run={place / 'run'}", "batch.max_tokens=64", "system.precision=fp32"]
     return prepare.prepare(config.load(Recipe, line), ALONE, ())
 

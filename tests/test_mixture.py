@@ -21,7 +21,7 @@ from xformer.data.mixture import Mixture
 from xformer.data.sampler import Stream
 from xformer.data.store import open_store
 from xformer.parallel.processes import ALONE
-from xformer.prepare import identity_of, prepare
+from xformer.prepare import prepare
 from xformer.recipe import Recipe
 from xformer.rows import batches_of
 
@@ -185,16 +185,16 @@ def test_the_masking_ends_where_the_mixture_ends(forks: Forks, data: Toys, tmp_p
     values += ["batch.tokens=2000", "batch.max_tokens=40"]
     setup = prepare(validate(Recipe, parse_overrides(Recipe, values)), ALONE)
     assert isinstance(setup.samples, Mixture)
-    feed, identity = setup.feed(), identity_of(setup)
+    feed, identity = setup.feed(), setup.identity
     assert feed.masking is not None
     assert feed.masking.planned == setup.samples.planned
-    assert identity["mixture"]["samples"] == identity["masking"]["samples"] == setup.planned
+    assert identity["mixture"]["samples"] == identity["masking"]["samples"] == setup.planned_samples
     position = 0
     for _ in range(29):
         position = feed.take(position).end
     last = feed.take(position)
     # a step leaves some tokens unused, so the run ends a little before the planned sample
-    assert 0.95 * setup.planned < last.end <= setup.planned
+    assert 0.95 * setup.planned_samples < last.end <= setup.planned_samples
     assert last.given is not None
     assert last.given[0, 1] > 0.9 * last.given[0].sum()
     assert feed.masking.share(position) == pytest.approx(0.1, abs=0.02)

@@ -42,9 +42,10 @@ from xformer.data.sampler import Samples
 from xformer.monitor import Monitor, curves
 from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import ALONE, Ranks
-from xformer.prepare import planned_steps, prepare, rows_per_step
+from xformer.prepare import prepare
 from xformer.recipe import Recipe
 from xformer.run import _refuse_other_settings, changes
+from xformer.setup import rows_per_step
 from xformer.trajectory import Timeline
 
 SHORT = [
@@ -926,7 +927,7 @@ def test_the_steps_of_a_run_are_known_before_it_starts(data: Toys, tmp_path: Pat
         line = training(SMOKE, data.text, tmp_path / "run", "train.steps=0", *settings)
         job = prepare(load(Recipe, line[1:]), ALONE)
         timeline = Timeline(job.feed().stream, job.recipe.train.steps, 2, 0, None, "")
-        assert planned_steps(job) == pytest.approx(timeline.length(), rel=error, abs=0)
+        assert job.planned_steps == pytest.approx(timeline.length(), rel=error, abs=0)
 
 
 def test_the_mean_length_of_rows_is_that_of_the_whole_store(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ Model.loss = bad_loss
 LEARN = """
 import torch
 from xformer.parallel.replicas import Replicas
-from xformer.prepare import Setup
+from xformer.setup import Setup
 from xformer.tasks.task import Loss
 seed_dropout, learn, now = Setup.seed_dropout, Replicas.learn, [0]
 def remember(setup, step, i):

@@ -16,9 +16,9 @@ from xformer.data.errors import BadInput
 from xformer.data.files import near, read_run_json
 from xformer.data.outputs import is_run
 from xformer.monitor import Monitor
-from xformer.prepare import Setup, identity_of, stable_phase
 from xformer.recipe import Recipe
 from xformer.run import FREE, State, changes, completed, differences
+from xformer.setup import Setup
 
 # A branch may differ from the other run in these settings and in FREE, because they do not change a
 # step before the decay.
@@ -49,7 +49,7 @@ def check_branch(setup: Setup) -> None:
         raise BadInput(f"overwrite=true would delete {given}: give another run=")
     checkpoints.verify(path)
     old = read_run_json(run / "config.json")
-    pairs = differences(completed(old["identity"]), identity_of(setup))
+    pairs = differences(completed(old["identity"]), setup.identity)
     if others := {name: pair for name, pair in pairs.items() if name not in FREE | LATE}:
         what = changes(others, old, {"config": recipe.model_dump(mode="json")})
         raise BadInput(f"{given} was made with other settings: {what}")
@@ -67,13 +67,13 @@ def check_branch(setup: Setup) -> None:
             f"{given}: that run counts train.{other}, but this one train.{this}; count both alike "
             "(with train.steps=0 a run counts train.epochs)"
         )
-    warmup, end = stable_phase(setup)
+    warmup, end = setup.stable_phase
     done = setup.done_at(state.step, state.position)
     if done > end:
         raise BadInput(_in_decay(given, recipe.run))
     untils = [*(_done(setup, start["step"]) for start in starts[1:]), done]
     for length, until in zip(lengths, untils, strict=True):
-        begin, end = stable_phase(setup.with_length_of(length))
+        begin, end = setup.with_length_of(length).stable_phase
         if begin != warmup:
             raise BadInput(f"{given} has another warm-up: give optim.warmup in steps, in both runs")
         if until > end:

@@ -26,8 +26,9 @@ from xformer.data.outputs import is_run
 from xformer.data.sampler import Stream
 from xformer.data.tokenizers import Tokenizer
 from xformer.parallel.processes import ALONE
-from xformer.prepare import Setup, identity_of, prepare
+from xformer.prepare import prepare
 from xformer.recipe import Recipe
+from xformer.setup import Setup
 from xformer.tasks.task import Table, as_table
 
 
@@ -76,7 +77,7 @@ def batches_of(
             "only for a store that was moved"
         )
     setup = prepare(_recipe(starts[0], data), ALONE)
-    identity = identity_of(setup)
+    identity = setup.identity
     for name in ("data", "init", "surgery"):
         if identity.get(name) != content["identity"].get(name):
             raise BadInput(

@@ -24,10 +24,10 @@ from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.files import sync
 from xformer.monitor import Monitor, peak_memory
 from xformer.parallel.feed import Step
-from xformer.prepare import Setup, planned_steps, schedule_notes, training_tokens
 from xformer.profile import Profiler
 from xformer.run import SINCE_LOG, Run, State
 from xformer.scoring import Scores, longest_remedy
+from xformer.setup import Setup
 from xformer.snapshot import Snapshot
 from xformer.tasks.task import Model
 from xformer.writer import BackgroundWriter
@@ -291,7 +291,7 @@ def sync_log(run: Run) -> None:
 
 def announce(setup: Setup, model: Model, monitor: Monitor) -> None:
     """Print what a new run trains, and log the numbers of steps, parameters, rows and tokens."""
-    for note in (*setup.notes, *setup.recipe.optim.notes(), *schedule_notes(setup)):
+    for note in (*setup.notes, *setup.recipe.optim.notes(), *setup.schedule_notes()):
         monitor.say(note)
     limit, most = setup.recipe.batch.max_tokens, setup.start.config.max_positions
     remedy = longest_remedy(setup.task.head, limit - setup.train.extra)
@@ -301,10 +301,10 @@ def announce(setup: Setup, model: Model, monitor: Monitor) -> None:
     monitor.event(
         "start",
         0,
-        steps=planned_steps(setup),
+        steps=setup.planned_steps,
         parameters=parameters,
         rows=setup.samples.per_epoch,
-        tokens=training_tokens(setup),
+        tokens=setup.training_tokens,
         ranks=setup.ranks.world_size,
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from xformer.data.batch import Batch
 from xformer.parallel.compiled import not_compiled
-from xformer.prepare import Setup
+from xformer.setup import Setup
 from xformer.tasks.task import Loss, Model, to_device
 
 # the stages in which the first non-finite value can occur, in the order of computation

@@ -36,11 +36,12 @@ from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import Ranks
 from xformer.parallel.replicas import Replicas
 from xformer.predictions import write
-from xformer.prepare import Setup, open_run, prepare
+from xformer.prepare import open_run, prepare
 from xformer.recipe import Recipe
 from xformer.run import Run, State, is_finished, kept_only_weights
 from xformer.scoring import Scores, score
 from xformer.session import Session, announce, announce_changes, session_of, sync_log
+from xformer.setup import Setup
 from xformer.tasks.task import Model
 
 

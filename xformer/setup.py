@@ -1,0 +1,256 @@
+"""A recipe with everything that it names, and what follows from the two: the length of the run, its
+learning rates, its batches and its masks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xformer import checkpoint as checkpoints
+from xformer import trajectory
+from xformer.checkpoint import Checkpoint
+from xformer.data import hashing
+from xformer.data.batch import Assembler, rows_of
+from xformer.data.joined import Joined
+from xformer.data.masking import MaskSchedule
+from xformer.data.mixture import Mixture
+from xformer.data.sampler import Samples, Stream
+from xformer.data.store import Store
+from xformer.optim import learning_rate
+from xformer.parallel.compiled import compiles
+from xformer.parallel.feed import Feed
+from xformer.parallel.processes import Ranks
+from xformer.recipe import Recipe
+from xformer.run import State
+from xformer.surgery import registry
+from xformer.tasks.task import Task
+from xformer.trajectory import Timeline, Trajectory
+
+SEEN = 10_000  # the mean length of a row is estimated from so many rows
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A recipe with its store, its initial checkpoint and its task, opened and checked.
+
+    `start` holds the initial weights with the new head, `train` turns training rows into batches,
+    `samples` is the order of the rows, and `metric` decides which checkpoint is the best. `notes`
+    are lines to print when the run starts, and `precision` is one to print at every start.
+    """
+
+    recipe: Recipe
+    ranks: Ranks
+    store: Store
+    start: Checkpoint
+    train: Assembler
+    samples: Samples
+    metric: str
+    notes: list[str]
+    precision: str
+
+    @property
+    def task(self) -> Task:
+        """The task of the run's head."""
+        task = self.start.task
+        assert task is not None
+        return task
+
+    @property
+    def length(self) -> int:
+        """The length of the run in steps; in samples if it counts epochs."""
+        steps = self.recipe.train.steps
+        return steps or planned_samples(self.recipe, self.train, self.samples)
+
+    @cached_property
+    def unit(self) -> float:
+        """The length of a step in what `length` counts: 1, or the number of its samples, which is
+        estimated if it has `batch.tokens`."""
+        steps = self.recipe.train.steps
+        return 1 if steps else rows_per_step(self.recipe, self.train, self.samples)
+
+    @property
+    def planned_steps(self) -> int:
+        """The number of steps of the run, if no patience ends it. It is estimated if the recipe
+        counts epochs and `batch.tokens`, because the lengths of the rows then decide."""
+        return math.ceil(self.length / self.unit)
+
+    @property
+    def planned_samples(self) -> int:
+        """The number of samples in the whole run, after which the weights of a mixture and the
+        share of masked tokens have their final values. See the function `planned_samples`."""
+        if self.recipe.mixture.final and isinstance(self.samples, Mixture):
+            # not from the rows at the beginning: if their lengths differ from those of later rows,
+            # the masking would end at another sample than the mixture
+            return self.samples.planned
+        return planned_samples(self.recipe, self.train, self.samples)
+
+    @property
+    def stable_phase(self) -> tuple[float, float]:
+        """Where the stable phase of a run with schedule=wsd begins and ends, in what `length`
+        counts."""
+        warmup, decay = self.recipe.optim.lengths(self.length, self.unit)
+        return warmup, self.length - decay
+
+    def done_at(self, step: int, position: int) -> int:
+        """How much of `length` is done at this step and sample."""
+        return step if self.recipe.train.steps else position
+
+    def share(self, step: int, position: int) -> float:
+        """The share of the run that is done at this step and sample."""
+        return self.done_at(step, position) / self.length
+
+    def done(self, state: State) -> bool:
+        """Whether the run has reached its end, or has been stopped by `train.patience`."""
+        patience = self.recipe.train.patience
+        return self.share(state.step, state.position) >= 1 or 0 < patience <= state.worse
+
+    def rate(self, before: int, after: int) -> float:
+        """The learning rate of a step; see `done_at` for what is done before and after it."""
+        return learning_rate(self.recipe.optim, before, after, self.length, self.unit)
+
+    def schedule_notes(self) -> list[str]:
+        """A line that gives the lengths of the warm-up and of the decay in steps, if there are any:
+        `optim.decay=0.2` is a share of the run, and `optim.decay=2` is two steps. If they do not
+        fit into the run, another line says so."""
+        recipe, length, unit = self.recipe, self.length, self.unit
+        warmup, decay = (part / unit for part in recipe.optim.lengths(length, unit))
+        parts = [f"warm-up in the first {warmup:,.0f}"] if warmup else []
+        if recipe.optim.schedule == "wsd":
+            parts.append(f"decay in the last {decay:,.0f}")
+        notes = [f"of {self.planned_steps:,} steps: {', '.join(parts)}"] if parts else []
+        both = "warm-up and decay are" if recipe.optim.schedule == "wsd" else "the warm-up is"
+        if warmup + decay * (recipe.optim.schedule == "wsd") > length / unit * (1 + 1e-9):
+            notes.append(f"{both} longer than the run, so the rate does not reach its peak")
+        return notes
+
+    def with_length_of(self, other: Recipe) -> Setup:
+        """This setup with the length and the learning rates of another recipe."""
+        recipe = self.recipe.model_copy(update={"optim": other.optim})
+        length = {"steps": other.train.steps, "epochs": other.train.epochs}
+        return replace(self, recipe=recipe.having("train", **length))
+
+    @property
+    def training_tokens(self) -> int:
+        """The number of tokens in the training rows, before truncation and without special
+        tokens."""
+        split = self.train.split
+        if self.samples.per_epoch == self.train.examples:
+            return split.tokens
+        examples, _ = self.samples.at(np.arange(self.samples.per_epoch))
+        rows = rows_of(examples, split.together)
+        return int((self.train.whole_sizes(rows) - self.train.extra).sum())
+
+    def given(self, state: State) -> dict[str, dict[str, float]]:
+        """What each store of a mixture has given so far; {} without a mixture."""
+        if not isinstance(self.samples, Mixture) or not isinstance(self.store, Joined):
+            return {}
+        names = [store.name for store in self.store.stores]
+        pairs = zip(names, self.samples.stores, *state.given, strict=True)
+        return {
+            name: {"rows": rows, "tokens": tokens, "passes": round(rows / order.per_epoch, 4)}
+            for name, order, rows, tokens in pairs
+        }
+
+    def feed(self, fixed: bool = False) -> Feed:
+        """The training batches of this rank, step by step. If `fixed`, they have few shapes."""
+        recipe, batch = self.recipe, self.recipe.batch
+        end = 2**62 if recipe.train.steps else self.length
+        stream = Stream(self.samples, end, self.train.sizes, batch.rows, batch.tokens)
+        masking = self._masking() if self.task.predicts_masked else None
+        return Feed(self.train, stream, self.ranks, batch.accumulate, masking, fixed)
+
+    def _masking(self) -> MaskSchedule:
+        """What share of the tokens is masked, and when."""
+        recipe, masks = self.recipe, self.recipe.masking
+        seed, first = recipe.seed.of("masks"), masks.probability
+        if masks.final is None:
+            return MaskSchedule(seed, first, first, spans=masks.spans)
+        return MaskSchedule(seed, first, masks.final, self.planned_samples, masks.spans)
+
+    def assembler(self, split: str) -> Assembler:
+        """The assembler for a split of the run's store."""
+        return replace(self.train, split=self.store.split(split))
+
+    def seed_dropout(self, step: int, micro_batch: int) -> None:
+        """Seed dropout, which has its own seed in every step, micro-batch and rank."""
+        seed = self.recipe.seed.of("dropout")
+        number = hashing.key(seed, hashing.DROPOUT, step, micro_batch, self.ranks.rank)
+        self.ranks.seed(int(number >> 1))
+
+    @cached_property
+    def trajectory(self) -> Trajectory:
+        """The steps at which `train.keep_at` keeps the weights. A branch leaves out the steps that
+        were trained by the other run. Raises BadInput as `steps_of` does."""
+        settings, split = self.recipe.train, self.train.split
+        if not settings.keep_at:
+            return Trajectory()
+        timeline = Timeline(
+            self.feed().stream,
+            settings.steps,
+            self.train.extra,
+            split.tokens,
+            split.words,
+            str(self.store.path),
+        )
+        begun = 0
+        if settings.branch_from:
+            source = Path(settings.branch_from)
+            there = (source / "state.json").is_file()
+            # a branch with checkpoints of its own goes on without the other run
+            begun = State.read(source).step if there else checkpoints.step_of(source.resolve()) or 0
+        steps = trajectory.steps_of(settings.keep_at, timeline)
+        own = frozenset(step for step in steps if step > begun or not begun)
+        return Trajectory(own, checkpoints.size(self.start), steps - own)
+
+    @cached_property
+    def compiling(self) -> str:
+        """What the run compiles: `system.compile`, with "auto" replaced."""
+
+        def pays() -> bool:
+            """Compiling takes 20 s for each shape of a batch, and fine-tuning is soon over."""
+            return self.task.predicts_masked and len(self.feed(fixed=True).shapes) == 1
+
+        return compiles(self.recipe.system, self.ranks, self.start.config, pays)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The settings that are compared when a run continues. A hash of the content replaces the
+        path of the store, of the initial checkpoint, and of each input of a `surgery` operation."""
+        recipe, config = self.recipe, self.recipe.model_dump(mode="json")
+        identity = {k: v for k, v in config.items() if k not in ("run", "overwrite", "system")}
+        identity["data"] = self.store.key
+        if recipe.mixture.final:
+            identity["mixture"]["samples"] = self.planned_samples  # the order depends on it
+        if recipe.masking.final is not None:
+            identity["masking"]["samples"] = self.planned_samples
+        if recipe.init is not None:
+            identity["init"] = checkpoints.content_key(checkpoints.resolve(recipe.init))
+        inputs = [registry.content(operation) for operation in recipe.surgery]
+        if any(inputs):
+            pairs = zip(config["surgery"], inputs, strict=True)
+            identity["surgery"] = [{**operation, **content} for operation, content in pairs]
+        return identity
+
+
+def rows_per_step(recipe: Recipe, train: Assembler, samples: Samples) -> float:
+    """The number of rows in a step. If a step has `batch.tokens`, it is estimated from the first
+    rows in the order of training; the store may be sorted by length."""
+    batch = recipe.batch
+    if not batch.tokens:
+        return batch.rows
+    examples, _ = samples.at(np.arange(min(samples.per_epoch, SEEN)))
+    return batch.tokens / float(train.sizes(examples).mean())
+
+
+def planned_samples(recipe: Recipe, train: Assembler, samples: Samples) -> int:
+    """The number of samples in the whole run; an estimate if it has `train.steps` steps of
+    `batch.tokens` tokens."""
+    steps, epochs = recipe.train.steps, recipe.train.epochs
+    if steps:
+        return round(steps * rows_per_step(recipe, train, samples))
+    return max(1, round(epochs * samples.per_epoch))
