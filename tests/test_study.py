@@ -679,6 +679,26 @@ def test_a_failure_stops_only_what_waits_for_it(tmp_path: Path) -> None:
     )
 
 
+def test_what_a_command_warns_of_is_in_the_report(
+    file: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tokenizer that does not know the text makes rows of one token, and scores at chance. Its
+    warning is shown when the command ends, and stands in each report."""
+    plan = plan_of(file, tmp_path, data=str(data))
+    made = [job for job in plan.jobs.values() if job.recipe is None]
+    assert "warning" not in markdown_of(Results(plan))
+    (data / "train.txt").write_text("we read\nwords here\n")
+    plan = plan_of(file, tmp_path, data=str(data))
+    plan.jobs = {key: job for key, job in plan.jobs.items() if job.recipe is None}
+    plan.wanted = set(plan.jobs)
+    outcomes = pool.run_plan(plan, pool.Local(1, 1), lambda *_: "")
+    assert [outcome.state for outcome in outcomes.values()] == ["done"] * len(made)
+    words = "warning: the tokenizer does not know 100 % of the tokens of train"
+    assert f"    {words}" in capsys.readouterr().err
+    text = markdown_of(Results(plan_of(file, tmp_path, data=str(data))))
+    assert f"made.letters, which pretrain reads: {words}" in text
+
+
 def test_no_more_run_at_once_than_there_are_slots(tmp_path: Path) -> None:
     code = "import time; P.with_suffix('.on').touch(); time.sleep(.3); n = len(list("
     code += "P.parent.glob('*.on'))); P.write_text(str(n)); P.with_suffix('.on').unlink()"

@@ -501,6 +501,16 @@ def last_words(job: Job, status: int) -> str:
     return "\n".join(lines[-TAIL:])
 
 
+def warnings_of(job: Job) -> list[str]:
+    """The warnings in the log of a command, such as that its tokenizer does not know the text. []
+    for a run, or if the log is gone."""
+    log = log_of(job)
+    if job.recipe is not None or not log.is_file():
+        return []
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return list(dict.fromkeys(line for line in lines if line.startswith("warning: ")))
+
+
 # --------------------------------------------------------------------------------- a whole study
 
 
@@ -613,7 +623,8 @@ class StudyProgress(Progress):
         line = f"[{self.done:.0f}/{self.total:.0f}] {outcome.job.name}: {outcome.state}"
         if outcome.state == "done":
             after = f"; about {duration(self.left())} left" if self.seconds else ""
-            say(f"{line}, {outcome.seconds:.0f} s{after}", error=True)
+            warnings = (f"    {text}" for text in warnings_of(outcome.job))
+            say(f"{line}, {outcome.seconds:.0f} s{after}", *warnings, error=True)
         elif outcome.state != "there":
             say(line, *(f"    {text}" for text in outcome.why.splitlines()), error=True)
         if outcome.state in ("done", "there"):

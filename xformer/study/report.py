@@ -28,8 +28,8 @@ from xformer.data.files import make_directory, read_json, write_text
 from xformer.study import dotplot, headline
 from xformer.study.claims import Verdict, sides, verdicts, words_of
 from xformer.study.forecast import Forecast, Notes
-from xformer.study.plan import Job
-from xformer.study.pool import Outcome
+from xformer.study.plan import Job, Plan
+from xformer.study.pool import Outcome, warnings_of
 from xformer.study.resampling import EXAMPLES, Shares, claim_records, random_factors, variances
 from xformer.study.results import (
     AGAIN,
@@ -186,7 +186,7 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
         study.title,
         study.question,
         study.paper,
-        (*map(typed, notes.notes), *(f"{line}." for line in plan.mixed())),
+        (*map(typed, notes.notes), *(f"{line}." for line in plan.mixed()), *_warnings(plan)),
         sections,
         every,
         records,
@@ -194,6 +194,17 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
         dict(waiting),
         [_run(job, results, outcomes, directory, again) for job in plan.jobs.values()],
     )
+
+
+def _warnings(plan: Plan) -> Iterator[str]:
+    """What the commands of a study warned of, each with the jobs that read its result."""
+    for job in plan.jobs.values():
+        if lines := warnings_of(job):
+            readers = [other.name for other in plan.jobs.values() if job.key in other.waits]
+            more = f" and {len(readers) - 1} other jobs" if len(readers) > 1 else ""
+            verb = "read" if more else "reads"
+            which = f", which {readers[0]}{more} {verb}" if readers else ""
+            yield from (f"{job.name}{which}: {line}." for line in lines)
 
 
 def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path) -> str:
