@@ -324,7 +324,9 @@ def test_each_size_of_noise_has_its_own_name() -> None:
 # ------------------------------------------------------------------------------------- curves
 
 
-def run_of(path: Path, seed: int, lr: float, offset: float) -> str:
+def run_of(
+    path: Path, seed: int, lr: float, offset: float, more: dict[str, Any] | None = None
+) -> str:
     path.mkdir()
     recipe = {
         "seed": seed,
@@ -332,6 +334,7 @@ def run_of(path: Path, seed: int, lr: float, offset: float) -> str:
         "mapping": f"symbols:{seed}",
         "optim": {"lr": lr},
         "surgery": [{"op": "clean", "seed": seed}],
+        **(more or {}),
     }
     (path / "config.json").write_text(json.dumps({"config": recipe}))
     lines = [
@@ -387,6 +390,30 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     assert smooth["mean"] == pytest.approx([4.5, 3.5, 3])
     with pytest.raises(BadInput, match="no accuracy over step in train; it has loss, step"):
         curves.average(runs, "train", "accuracy")
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        (
+            [{"surgery": [{"op": "keep_layers", "first": n, "every": None}]} for n in (3, 6)],
+            ["surgery=keep_layers(first=3)", "surgery=keep_layers(first=6)"],
+        ),
+        (
+            [{"init": f"{name}/best"} for name in ("english", "brackets")],
+            ['init="english/best"', 'init="brackets/best"'],
+        ),
+        ([{"data": [f"{x}/s", "t"]} for x in "ab"], ["data=a/s+t", "data=b/s+t"]),
+        ([{"init": None}, {"init": "None"}], ["init=None", 'init="None"']),
+    ],
+)
+def test_runs_with_different_settings_are_never_one_curve(
+    settings: list[dict[str, Any]], names: list[str], tmp_path: Path
+) -> None:
+    """Runs of other operations, checkpoints or stores are no seeds of one another, even if the
+    short forms of these are the same."""
+    runs = [run_of(tmp_path / str(i), i, 1e-3, 0.0, own) for i, own in enumerate(settings)]
+    assert curves.grouped(runs) == {name: [run] for name, run in zip(names, runs, strict=True)}
 
 
 @pytest.mark.parametrize("page", [style.LIGHT, style.DARK, style.BOTH])

@@ -41,6 +41,13 @@ def plain(name: str) -> str:
     return f"{' ' if name.startswith('_') else ''}{name}".replace("$", r"\$")
 
 
+def as_call(operation: dict[str, Any]) -> str:
+    """An operation on weights as the user types it, such as keep_layers(first=6)."""
+    given = {k: v for k, v in operation.items() if k != "op" and v is not None}
+    arguments = ", ".join(f"{key}={value}" for key, value in given.items())
+    return f"{operation.get('op', '?')}({arguments})" if arguments else operation.get("op", "?")
+
+
 def heat_map(axes: Any, values: Any, title: str) -> Any:
     """Draw a matrix (rows, columns) of numbers from 0 to 1 as colours, row 0 at the bottom.
 
