@@ -317,6 +317,12 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
             "panels = 'rate'\nlines = 'start'\n[[claims]]",
             "curves x: finetune seed=0 start=pretrained rate=low will have no 'acuracy'",
         ),
+        (
+            "[[claims]]",
+            "[[claims]]\ntext = 'pre-training helps at every rate'\ntable = 'main'\n"
+            "better.start = 'scratch'\nthan.start = 'pretrained'\n[[claims]]",
+            "two claims have the text 'pre-training helps at every rate'",
+        ),
         ("vary.seed = [0, 1]", "vary.split = [0, 1]", "results.csv has a column of this one"),
         (
             "[[claims]]",
@@ -500,6 +506,17 @@ def test_combinations_are_left_out(file: Path, tmp_path: Path) -> None:
     runs = plan_of(file, tmp_path).runs("finetune")
     assert len(runs) == 6
     assert all(run.missing == ("data",) for run in runs)
+
+
+def test_the_sides_of_a_claim_are_averaged_over_the_same_levels(file: Path) -> None:
+    left_out = 'without = [{ start = "scratch", rate = "high" }]'
+    changed(file, ("vary.seed = [0, 1]", f"vary.seed = [0, 1]\n{left_out}"))
+    read_study(file, "mini")  # the claim is about each rate; at the high one nothing is compared
+    changed(file, ('each = "rate"', ""))
+    with pytest.raises(BadInput, match="only one of better and than has runs at rate=high, so"):
+        read_study(file, "mini")
+    changed(file, (left_out, 'without = [{ start = "scratch", seed = "1" }]'))
+    read_study(file, "mini")  # only seed 0 is compared
 
 
 def test_a_run_of_several_processes(file: Path, data: Path, tmp_path: Path) -> None:

@@ -515,6 +515,8 @@ def _mistakes(study: Study, whole: Study) -> Iterator[str]:
         yield from (f"summary {summary.title!r}: {line}" for line in _bad_summary(study, summary))
     if study.headline is not None:
         yield from (f"headline: {line}" for line in _bad_headline(study, study.headline))
+    if twice := _twice(claim.text for claim in study.claims):
+        yield f"two claims have the text {twice!r}; give each its own, which overviews know it by"
     for claim in study.claims:
         yield from (f"claim {claim.text!r}: {line}" for line in _bad_claim(study, claim))
 
@@ -727,6 +729,11 @@ def _bad_claim(study: Study, claim: Claim) -> Iterator[str]:
             f"only one of better and than names {factor}; the other would be the mean over all its "
             f"levels: name one of {', '.join(levels[factor])}"
         )
+    elif alone := _unpaired(study, table, claim):
+        yield (
+            f"only one of better and than has runs at {alone}, so their means would be over "
+            "different runs: leave these levels out of both sides, or name others"
+        )
     if claim.better == claim.than or claim.each in {**claim.better, **claim.than}:
         yield "it compares a level with itself"
     for (factor, number), side in product(needed.items(), sides):
@@ -737,6 +744,34 @@ def _bad_claim(study: Study, claim: Claim) -> Iterator[str]:
                 f"registration.seeds.{factor}={number}, but {', '.join(fixed) or 'one side'} has "
                 f"{have} levels of it"
             )
+
+
+def replicate_factors(study: Study, table: ScoreTable, fixed: Collection[str]) -> list[str]:
+    """The factors whose levels tell the replicates of a table's scores apart if some factors are
+    fixed: `seed`, or without it all but the rows and the columns. Scores are averaged over the
+    others."""
+    inside = {table.rows, table.columns, *fixed}
+    rest = [factor for factor in study.factors(table.stage) if factor not in inside]
+    return [SEED] if SEED in rest else rest
+
+
+def _unpaired(study: Study, table: ScoreTable, claim: Claim) -> str:
+    """Levels over which only one side of a claim is averaged, or "". A replicate, or a level of
+    `each`, that only one side has does not count, because it is not compared."""
+    over: list[dict[tuple[str, ...], set[str]]] = []  # by replicate and level of `each`
+    for side in (claim.better, claim.than):
+        fixed = {f: level for f, level in {**table.where, **side}.items() if f != METRIC}
+        own = replicate_factors(study, table, (*side, claim.each))
+        own += [claim.each] if claim.each not in ("", METRIC) else []
+        over.append({})
+        for levels in study.combinations(table.stage):
+            if fixed.items() <= levels.items():
+                rest = [f"{f}={v}" for f, v in levels.items() if f not in (*own, *fixed)]
+                key = tuple(levels[factor] for factor in own)
+                over[-1].setdefault(key, set()).add(", ".join(rest))
+    ours, theirs = over
+    alone = (ours[key] ^ theirs[key] for key in ours.keys() & theirs.keys())
+    return min(set().union(*alone), default="")
 
 
 def seeds_of(study: Study, table: ScoreTable, side: Levels, factor: str) -> set[str]:
