@@ -367,6 +367,19 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
             "table main: means.both: there is no 'hihg'; did you mean high?",
         ),
         (
+            'columns = "rate"',
+            'columns = "rate"\nmeans.low = ["low", "high"]',
+            "table main: means.low: a column has this name",
+        ),
+        ("like.scratch", "like.scrach", "like: there is no 'scrach'; did you mean scratch?"),
+        ("like.scratch", "like.'rate=scratch'", "like: there is no 'rate=scratch'"),
+        (
+            "[[claims]]",
+            "[[summaries]]\ntitle = 'x'\ntable = 'main'\nby = 'start'\n[summaries.published]\n"
+            "source = 'x'\ncolumns = ['maen']\nrows.none = [1.0]\n[[claims]]",
+            "summary 'x': published.columns: there is no 'maen'; did you mean mean?",
+        ),
+        (
             "vary.seed = [0, 1]",
             'vary.seed = [0, 1]\nwithout = [{ sed = "0" }]',
             "finetune: without: there is no 'sed'; did you mean seed?",

@@ -501,6 +501,7 @@ def _mistakes(study: Study, whole: Study) -> Iterator[str]:
     scale leaves out, too."""
     yield from _bad_file_names(study)
     yield from _bad_names(study, whole)
+    yield from _bad_like(whole)
     levels = {factor: (*_bad_levels(study, factor),) for factor in study.levels}
     yield from (f"levels.{factor}: {line}" for factor in levels for line in levels[factor])
     # a wrong level must not cause further errors in the tables that show it
@@ -547,6 +548,16 @@ def _bad_names(study: Study, whole: Study) -> Iterator[str]:
     sources = {"need": study.needs, "made": study.made, "stage": study.stages}
     for kind, name, *_ in PLACE.findall(study.model_dump_json()):
         yield from (f"{{{kind}.{name}}}: {line}" for line in _unknown([name], sources[kind]))
+
+
+def _bad_like(whole: Study) -> Iterator[str]:
+    """The wrong levels in `like`. Their published numbers would be missing from the report."""
+    known = {(f, str(one)) for s in whole.stages.values() for f in s.vary for one in s.vary[f]}
+    for table in whole.tables:
+        metrics = () if isinstance(table.metric, str) else tuple(table.metric)
+        known |= {(table.columns, name) for name in (*metrics, *table.means)}
+    names = {level for _, level in known} | {"=".join(pair) for pair in known}
+    yield from (f"like: {line}" for line in _unknown(whole.like, names))
 
 
 def _bad_headline(study: Study, shown: Headline) -> Iterator[str]:
@@ -665,6 +676,8 @@ def _bad_table(study: Study, table: ScoreTable) -> Iterator[str]:
     yield from (f"chance: {line}" for line in _unknown(table.chance, every))
     for name, columns in table.means.items():
         yield from (f"means.{name}: {line}" for line in _unknown(columns, every))
+        if name in every:
+            yield f"means.{name}: a column has this name, which the mean would replace; rename it"
     for column, chance in table.chance.items():
         if table.percent and abs(chance) >= 1:
             fraction = f"{chance:g} points are {chance / 100:g}"
@@ -694,6 +707,9 @@ def _bad_summary(study: Study, summary: Summary) -> Iterator[str]:
     tables = {table.name: {table.rows, table.columns} for table in study.tables}
     lines = [*_unknown([summary.table], tables)]
     yield from lines or _unknown([summary.by], tables[summary.table])
+    if summary.published is not None:
+        lines = [*_unknown(summary.published.columns, STATISTICS)]
+        yield from (f"published.columns: {line}" for line in lines)
 
 
 def _bad_claim(study: Study, claim: Claim) -> Iterator[str]:
