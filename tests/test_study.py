@@ -40,8 +40,15 @@ from xformer.study.claims import holm, paired_test, verdicts
 from xformer.study.forecast import Costs, Forecast
 from xformer.study.plan import Digests, Job, Plan, to_do
 from xformer.study.pool import newest_numbers, set_up
-from xformer.study.report import build_report, curves_figure, render, write_report
+from xformer.study.report import (
+    build_report,
+    curves_figure,
+    render,
+    table_figure,
+    write_report,
+)
 from xformer.study.results import (
+    Cell,
     Ledger,
     Line,
     Panel,
@@ -707,6 +714,21 @@ def test_a_failure_stops_only_what_waits_for_it(tmp_path: Path) -> None:
         "waits for bad",
         "needs.bert is missing",
     )
+
+
+@pytest.mark.parametrize(
+    ("log", "status", "words"),
+    [
+        ("", 3, "it exited with status 3 and printed nothing"),
+        ("step 1\n", -9, "step 1\nit was ended by signal 9 (Killed)"),  # memory ran out
+        ("step 1\n", 0, "step 1\nit exited with status 0 but wrote no {proof}"),
+        ("no luck\n", 1, "no luck"),
+    ],
+)
+def test_a_failed_job_has_a_reason(tmp_path: Path, log: str, status: int, words: str) -> None:
+    failed = job(tmp_path, "failed", "pass")
+    pool.log_of(failed).write_text(log)
+    assert pool.last_words(failed, status) == words.format(proof=failed.proof)
 
 
 def test_no_more_run_at_once_than_there_are_slots(tmp_path: Path) -> None:
@@ -2293,3 +2315,14 @@ def test_the_legend_of_curves_is_not_cut() -> None:
     texts = drawing.iter("{http://www.w3.org/2000/svg}text")
     left = {"".join(text.itertext()).strip(): float(text.attrib["x"]) for text in texts}
     assert all(0 < left[line.name] < width - 25 for line in lines)  # a name is 24 points wide
+
+
+def test_legends_show_names_that_begin_with_an_underscore() -> None:
+    line = Line("_small $b$", 1, [0, 1], [1.0, 0.5], [0.0, 0.0])
+    table = ScoreTable(name="x", title="x", stage="s", rows="a", columns="b")
+    cell = Cell(line.name, "c", (), sample_of([1.0, 2.0]), None)
+    for svg in (
+        curves_figure("x", [Panel("task", "loss", (line,))]),
+        table_figure(table, [[cell]], "c"),
+    ):
+        assert "> _small $b$</text>" in svg

@@ -36,9 +36,8 @@ def short(name: str) -> str:
 
 
 def plain(name: str) -> str:
-    """A name as matplotlib draws it letter by letter. Matplotlib leaves a label that begins with _
-    out of the legend, and reads what is between two $ as a formula."""
-    return f"{' ' if name.startswith('_') else ''}{name}".replace("$", r"\$")
+    """A name for a legend. Matplotlib leaves a label that begins with _ out."""
+    return f" {name}" if name.startswith("_") else name
 
 
 def as_call(operation: dict[str, Any]) -> str:
