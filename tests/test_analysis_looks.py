@@ -29,7 +29,9 @@ from xformer.analysis.__main__ import _redraw as redraw
 from xformer.analysis.capture import CaptureConfig, open_capture, open_pair
 from xformer.analysis.curves import CurvesConfig
 from xformer.analysis.examples import look_inside, open_examples, parse_layers
+from xformer.analysis.gradients import GradientsConfig
 from xformer.analysis.perturbation import PerturbationConfig
+from xformer.analysis.pwcca import PwccaConfig
 from xformer.analysis.subcommand import parse_arguments
 from xformer.checkpoint import resolve
 from xformer.data import style
@@ -236,12 +238,32 @@ def test_numbers_that_are_not_finite_name_layer_and_row(small: Path, tmp_path: P
 
 
 def test_layers_by_name_and_number() -> None:
-    assert parse_layers("all", 2) == [0, 1, 2]
-    assert parse_layers("last", 2) == [2]
-    assert parse_layers("[2, 0]", 2) == [0, 2]
+    assert parse_layers("all", 2, "a") == [0, 1, 2]
+    assert parse_layers("last", 2, "a") == [2]
+    assert parse_layers("[2, 0]", 2, "a") == [0, 2]
     for wrong in ("3", "x", "-1"):
-        with pytest.raises(BadInput, match="layers="):
-            parse_layers(wrong, 2)
+        with pytest.raises(BadInput, match=f"^layers={wrong}: a has the layers 0 to 2; give all"):
+            parse_layers(wrong, 2, "a")
+
+
+def test_the_network_that_lacks_a_layer_is_named(small: Path, tmp_path: Path) -> None:
+    looking.checkpoint(tmp_path / "deep", layers=3)
+    paths = [str(tmp_path / "deep"), str(small / "a")]
+    config = PwccaConfig(data=str(small / "s"), out=str(tmp_path / "o"), layers="0,3", threads=1)
+    with pytest.raises(BadInput, match=r"^layers_b=0,3: .*/a has the layers 0 to 2"):
+        pwcca.run(paths, config)
+    with pytest.raises(BadInput, match=r"^layers=0,3: .*/a has the layers 0 to 2"):
+        pwcca.run(paths[::-1], config)
+
+
+def test_a_split_of_one_row_has_no_cosine(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looking, "ROWS", 1)
+    store = looking.store(tmp_path / "one")
+    config = GradientsConfig(data=str(store), out=str(tmp_path / "o"), threads=1)
+    with pytest.raises(BadInput, match=r"'valid' gives 1 example, but a cosine needs two: give"):
+        gradients.run([str(small / "a")], config)
 
 
 def test_a_run_without_a_checkpoint_says_so(small: Path, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def run(paths: list[str], config: CaptureConfig) -> None:
     if not set(kinds) <= {"hidden", "attention"}:
         raise BadInput(f"what={config.what}: give hidden, attention, or hidden,attention")
     examples = open_examples(config, paths)
-    layers = parse_layers(config.layers, examples.models[0].layers)
+    layers = parse_layers(config.layers, examples.models[0].layers, paths[0])
     if "attention" in kinds and not any(layers):
         raise BadInput(
             f"layers={config.layers}: the embeddings (0) have no attention; give other layers, or "
