@@ -168,6 +168,8 @@ def read(arguments: list[str]) -> Sweep:
         if key == "pair":
             pairs.append(tuple(text.split(",")))
         elif equals:
+            if key in values:
+                raise BadInput(f"{key}= is given twice; give all its values at once: {key}=A,B")
             values |= _values(key, text)
     _check_pairs(values, pairs)
     for keys in factors(values, pairs):
