@@ -148,7 +148,11 @@ def test_a_capture_of_something_else_is_refused(small: Path, tmp_path: Path) -> 
     pwcca.run([str(out), str(other)], pwcca.PwccaConfig(**same, names=("left", "right")))
     result = json.loads((tmp_path / "o/pwcca.json").read_text())
     assert [c["name"] for c in result["checkpoints"]] == ["left", "right"]
-    pair = open_pair([str(out), str(out)])
+    (tmp_path / "f.h5.parts/capture.json").write_text("[]")
+    out.rename(tmp_path / "f")
+    with pytest.raises(BadInput, match=r"f.h5.parts holds another capture"):
+        capture.run([str(small / "a")], config_of(small, out))
+    pair = open_pair([str(other), str(other)])
     with pytest.raises(BadInput, match=r"hidden of the layers 7 is needed"):
         next(pair.stream([[7], [0]]))
 

@@ -188,6 +188,8 @@ def test_a_report_says_why_runs_were_made_again(
     registration = 'registration = { seeds.seed = 2, unit = "a run", extension = "none" }'
     changed(file, ("[scales.mini]", f"[scales.mini]\n{registration}"))
     report = tmp_path / "studies/letters-mini/report.html"
+    report.parent.mkdir(parents=True)
+    (report.parent / "results.csv").write_text("notes of\nthe user\n")  # it says nothing of runs
 
     def studied() -> tuple[str, str]:
         plan = plan_of(file, tmp_path, data=str(data))

@@ -186,7 +186,8 @@ def _locked(parts: Path, identity: dict[str, Any], out: Path, overwrite: bool) -
             for old in [note, *parts.glob("*.h5")]:
                 old.unlink(missing_ok=True)
         if note.exists():
-            _refuse_other(read_json(note), identity, parts)
+            on_disk = read_json(note)
+            _refuse_other(on_disk if isinstance(on_disk, dict) else {}, identity, parts)
         try:
             _remove_temporary(parts)
             write_json(note, identity)

@@ -506,10 +506,10 @@ def reruns(todo: Iterable[Job], directory: Path) -> dict[str, str]:
     if not (directory / "results.csv").is_file():
         return {}
     with (directory / "results.csv").open(encoding="utf-8", newline="") as file:
-        before = {row["run"]: row["key"] for row in csv.DictReader(file)}
+        before = {row.get("run"): row.get("key") for row in csv.DictReader(file)}
     why = {}
     for job in todo:
-        key = before.get(job.name, job.key)
+        key = before.get(job.name) or job.key
         earlier = job.path.with_name(f"{key}.toml")
         if job.recipe is not None and key != job.key and earlier.is_file():
             old, new = flat(read_recipe(earlier)), flat(job.recipe)
