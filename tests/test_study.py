@@ -328,6 +328,17 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
         ),
         (
             "[[claims]]",
+            "[[curves]]\nname = 'x'\ntitle = 'x'\nstage = 'finetune'\nvalue = 'lss'\n"
+            "panels = 'rate'\nlines = 'start'\n[[claims]]",
+            "curves x: finetune seed=0 start=pretrained rate=low will have no 'lss'; it has loss,",
+        ),
+        (
+            'columns = "rate"',
+            'columns = "rate"\nmetric = "train.lss"',
+            "table main: finetune seed=0 start=pretrained rate=low will have no 'lss'",
+        ),
+        (
+            "[[claims]]",
             "[[claims]]\ntext = 'pre-training helps at every rate'\ntable = 'main'\n"
             "better.start = 'scratch'\nthan.start = 'pretrained'\n[[claims]]",
             "two claims have the text 'pre-training helps at every rate'",
