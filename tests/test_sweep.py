@@ -84,7 +84,7 @@ def test_values_are_lists_ranges_or_one_value() -> None:
         (["seed=0"], "nothing varies: give a key several values, such as optim.lr=1e-4,5e-5 or"),
         (["seed=0-2"], "seed=0-2 is not a number; write seed=0..2 or seed=0,1,2"),
         (["seed=0-40"], "seed=0-40 is not a number; write seed=0..40"),
-        (["optim.lr=1e-5..1e-3"], "optim.lr=1e-5..1e-3: a range is of whole numbers"),
+        (["optim.lr=1e-5..1e-3"], "optim.lr=1e-5..1e-3: a range has whole numbers"),
         (["pair=init", "init=a,b"], "pair=init: name two or more keys, each once"),
         (["pair=init,data", "init=a,b"], "pair=init,data: data has no values; write data=A,B"),
         (

@@ -259,7 +259,7 @@ def listing(plan: Plan, costs: Costs, kept: Collection[str] = (), slots: int = 1
     lines += cost_lines(costs, todo, slots)
     if number := costs.forecast.unchecked(todo.values()):
         lines.append(
-            f"{number} runs are not checked yet: the model that they start from is missing"
+            f"not checked yet, because the model to start from is missing: {many(number, 'run')}"
         )
     lines += [f"note: {line}" for line in plan.mixed()]
     lines += registration_lines(plan.study)

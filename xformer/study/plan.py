@@ -184,8 +184,9 @@ class Plan:
         return {name: need for name, need in self.study.needs.items() if name in names}
 
     def stale(self, job: Job) -> str:
-        """Which file that a job reads has changed since its key was computed, in words, or nothing.
-        A file that is gone has not changed: the job has read it, or fails by itself."""
+        """A line that names a file which the job reads and which has changed since the job's key
+        was computed; "" if there is none. A file that is gone does not count: either the job has
+        read it already, or the job will fail by itself."""
         for path, digest in job.reads:
             if path.exists() and self.digests.of(path) != digest:
                 return f"{path} has changed since the study began; run the same command again"

@@ -305,7 +305,7 @@ class Registration(Settings):
         return 1 if self.extension == "none" else 2
 
     def words(self) -> str:
-        """All of it in a line."""
+        """The registration as one line of text."""
         twice = " (so every p is doubled)" if self.looks == 2 else ""
         unit = f"paired t over seed; a seed is {self.unit}"
         return f"{unit}; planned extension: {self.extension}{twice}"
