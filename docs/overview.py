@@ -27,15 +27,14 @@ def rows_kept(directory: Path) -> Iterator[tuple[str, ...]]:
     """A row for each claim of the kept results. Raises ValueError if a file is of an earlier
     version."""
     for path in sorted(directory.glob(f"*.{CLAIMS}")):
+        study = path.name.removesuffix(f".{CLAIMS}")
         records = json.loads(path.read_text(encoding="utf-8"))["claims"]
         if any("shown" not in record for record in records):
-            study = path.name.removesuffix(f".{CLAIMS}")
             raise ValueError(f"{path} is of an earlier version; run the study {study} again")
         for text, parts in groupby(records, key=lambda record: record["text"]):
             every = list(parts)
             state = every[0]["verdict"]
             verdict = state if state == "undecided" else f"**{state}**"
-            study = path.name.removesuffix(f".{CLAIMS}")
             yield text, verdict, *at_a_glance(every), f"`{study}`"
 
 

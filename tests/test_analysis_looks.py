@@ -29,7 +29,9 @@ from xformer.analysis.__main__ import _redraw as redraw
 from xformer.analysis.capture import CaptureConfig, open_capture, open_pair
 from xformer.analysis.curves import CurvesConfig
 from xformer.analysis.examples import look_inside, open_examples, parse_layers
+from xformer.analysis.gradients import GradientsConfig
 from xformer.analysis.perturbation import PerturbationConfig
+from xformer.analysis.pwcca import PwccaConfig
 from xformer.analysis.subcommand import parse_arguments
 from xformer.checkpoint import resolve
 from xformer.data import style
@@ -146,7 +148,11 @@ def test_a_capture_of_something_else_is_refused(small: Path, tmp_path: Path) -> 
     pwcca.run([str(out), str(other)], pwcca.PwccaConfig(**same, names=("left", "right")))
     result = json.loads((tmp_path / "o/pwcca.json").read_text())
     assert [c["name"] for c in result["checkpoints"]] == ["left", "right"]
-    pair = open_pair([str(out), str(out)])
+    (tmp_path / "f.h5.parts/capture.json").write_text("[]")
+    out.rename(tmp_path / "f")
+    with pytest.raises(BadInput, match=r"f.h5.parts holds another capture"):
+        capture.run([str(small / "a")], config_of(small, out))
+    pair = open_pair([str(other), str(other)])
     with pytest.raises(BadInput, match=r"hidden of the layers 7 is needed"):
         next(pair.stream([[7], [0]]))
 
@@ -236,12 +242,32 @@ def test_numbers_that_are_not_finite_name_layer_and_row(small: Path, tmp_path: P
 
 
 def test_layers_by_name_and_number() -> None:
-    assert parse_layers("all", 2) == [0, 1, 2]
-    assert parse_layers("last", 2) == [2]
-    assert parse_layers("[2, 0]", 2) == [0, 2]
+    assert parse_layers("all", 2, "a") == [0, 1, 2]
+    assert parse_layers("last", 2, "a") == [2]
+    assert parse_layers("[2, 0]", 2, "a") == [0, 2]
     for wrong in ("3", "x", "-1"):
-        with pytest.raises(BadInput, match="layers="):
-            parse_layers(wrong, 2)
+        with pytest.raises(BadInput, match=f"^layers={wrong}: a has the layers 0 to 2; give all"):
+            parse_layers(wrong, 2, "a")
+
+
+def test_the_network_that_lacks_a_layer_is_named(small: Path, tmp_path: Path) -> None:
+    looking.checkpoint(tmp_path / "deep", layers=3)
+    paths = [str(tmp_path / "deep"), str(small / "a")]
+    config = PwccaConfig(data=str(small / "s"), out=str(tmp_path / "o"), layers="0,3", threads=1)
+    with pytest.raises(BadInput, match=r"^layers_b=0,3: .*/a has the layers 0 to 2"):
+        pwcca.run(paths, config)
+    with pytest.raises(BadInput, match=r"^layers=0,3: .*/a has the layers 0 to 2"):
+        pwcca.run(paths[::-1], config)
+
+
+def test_a_split_of_one_row_has_no_cosine(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looking, "ROWS", 1)
+    store = looking.store(tmp_path / "one")
+    config = GradientsConfig(data=str(store), out=str(tmp_path / "o"), threads=1)
+    with pytest.raises(BadInput, match=r"'valid' gives 1 example, but a cosine needs two: give"):
+        gradients.run([str(small / "a")], config)
 
 
 def test_a_run_without_a_checkpoint_says_so(small: Path, tmp_path: Path) -> None:
@@ -324,7 +350,9 @@ def test_each_size_of_noise_has_its_own_name() -> None:
 # ------------------------------------------------------------------------------------- curves
 
 
-def run_of(path: Path, seed: int, lr: float, offset: float) -> str:
+def run_of(
+    path: Path, seed: int, lr: float, offset: float, more: dict[str, Any] | None = None
+) -> str:
     path.mkdir()
     recipe = {
         "seed": seed,
@@ -332,6 +360,7 @@ def run_of(path: Path, seed: int, lr: float, offset: float) -> str:
         "mapping": f"symbols:{seed}",
         "optim": {"lr": lr},
         "surgery": [{"op": "clean", "seed": seed}],
+        **(more or {}),
     }
     (path / "config.json").write_text(json.dumps({"config": recipe}))
     lines = [
@@ -343,12 +372,14 @@ def run_of(path: Path, seed: int, lr: float, offset: float) -> str:
 
 
 def test_a_legend_shows_names_letter_by_letter() -> None:
-    """Matplotlib leaves out labels that begin with _, and reads $a$ as a formula."""
+    """By itself matplotlib leaves out labels that begin with _, and reads $b$ as a formula."""
     series = [{"name": "_a $b$", "runs": ["r"], "x": [1], "mean": [2.0], "deviation": [0.0]}]
     panels = [{"event": "train", "value": "loss", "series": series}]
-    legend = curves.draw({"x": "step", "panels": panels}).axes[0].get_legend()
+    with style.colours(style.LIGHT):
+        legend = curves.draw({"x": "step", "panels": panels}).axes[0].get_legend()
     assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == [r" _a \$b\$ (1 run)"]
+    (text,) = legend.get_texts()
+    assert (text.get_text(), text.get_parse_math()) == (" _a $b$ (1 run)", False)
 
 
 def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
@@ -389,6 +420,30 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
         curves.average(runs, "train", "accuracy")
 
 
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        (
+            [{"surgery": [{"op": "keep_layers", "first": n, "every": None}]} for n in (3, 6)],
+            ["surgery=keep_layers(first=3)", "surgery=keep_layers(first=6)"],
+        ),
+        (
+            [{"init": f"{name}/best"} for name in ("english", "brackets")],
+            ['init="english/best"', 'init="brackets/best"'],
+        ),
+        ([{"data": [f"{x}/s", "t"]} for x in "ab"], ["data=a/s+t", "data=b/s+t"]),
+        ([{"init": None}, {"init": "None"}], ["init=None", 'init="None"']),
+    ],
+)
+def test_runs_with_different_settings_are_never_one_curve(
+    settings: list[dict[str, Any]], names: list[str], tmp_path: Path
+) -> None:
+    """Runs of other operations, checkpoints or stores are no seeds of one another, even if the
+    short forms of these are the same."""
+    runs = [run_of(tmp_path / str(i), i, 1e-3, 0.0, own) for i, own in enumerate(settings)]
+    assert curves.grouped(runs) == {name: [run] for name, run in zip(names, runs, strict=True)}
+
+
 @pytest.mark.parametrize("page", [style.LIGHT, style.DARK, style.BOTH])
 def test_the_same_figure_is_the_same_file(page: dict[str, Any], tmp_path: Path) -> None:
     files = []
@@ -416,7 +471,7 @@ def test_a_logarithmic_axis_shows_plain_numbers(tmp_path: Path) -> None:
     svg = next(path for path in written if path.name == "noise.svg").read_text()
     assert "mathdefault" not in svg
     assert "<!-- 0.01 -->" in svg
-    assert r"<!-- a \$ sign -->" in svg  # the text that matplotlib was given, not a formula
+    assert "<!-- a $ sign -->" in svg  # the text itself, not a formula
     (tmp_path / "pwcca.json").write_text('{"analysis": "pwcca"}')
     with pytest.raises(BadInput, match=r"pwcca.json is not a complete result of pwcca \(KeyError"):
         redraw([str(tmp_path / "pwcca.json")])

@@ -450,7 +450,7 @@ def test_a_checkpoint_that_is_there_is_read_and_one_that_is_not_is_not_judged(
     ]
     shown = good(forks.run(*line)).out
     assert "missing: model" in shown
-    assert "runs are not checked yet: the model that they start from is missing" in shown
+    assert "not checked yet, because the model to start from is missing: " in shown
     ended = forks.run(*line, f"needs.model={tmp_path / 'model'}")
     refused(ended, "finetune seed=0", "batch.max_tokens=128: the model takes 20 at most")
     changed(file, finetune("batch.max_tokens = 20"))

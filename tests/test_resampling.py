@@ -211,11 +211,9 @@ def test_a_correction_over_the_study_can_leave_a_claim_undecided(
     """p is 0.04 in one claim and 0.5 in three others: the registered test decides the first, and
     the report says that the study as a whole would not."""
     claim = STUDY[STUDY.index("[[claims]]") : STUDY.index("[scales.mini]")]
-    again = claim.replace('each = "rate"', "").replace("every rate", "one rate")
-    others = "".join(
-        again.replace("than.start", f"than.rate = '{b}'\nbetter.rate = '{a}'\nthan.start")
-        for a, b in (("low", "low"), ("high", "high"))
-    )
+    again = claim.replace('each = "rate"', "").replace("every rate", "a RATE rate")
+    again = again.replace("than.start", "than.rate = 'RATE'\nbetter.rate = 'RATE'\nthan.start")
+    others = "".join(again.replace("RATE", rate) for rate in ("low", "high"))
     path = study(tmp_path, SEEDS, (claim, others))
     plan = plan_of(path, tmp_path, data=str(data))
     noise = {"low": [0.0, 0.01, 0.02, 0.03, 0.04], "high": [-0.02, 0.02, -0.01, 0.01, 0.002]}

@@ -40,8 +40,15 @@ from xformer.study.claims import holm, paired_test, verdicts
 from xformer.study.forecast import Costs, Forecast
 from xformer.study.plan import Digests, Job, Plan, to_do
 from xformer.study.pool import newest_numbers, set_up
-from xformer.study.report import build_report, curves_figure, render, write_report
+from xformer.study.report import (
+    build_report,
+    curves_figure,
+    render,
+    table_figure,
+    write_report,
+)
 from xformer.study.results import (
+    Cell,
     Ledger,
     Line,
     Panel,
@@ -181,6 +188,8 @@ def test_a_report_says_why_runs_were_made_again(
     registration = 'registration = { seeds.seed = 2, unit = "a run", extension = "none" }'
     changed(file, ("[scales.mini]", f"[scales.mini]\n{registration}"))
     report = tmp_path / "studies/letters-mini/report.html"
+    report.parent.mkdir(parents=True)
+    (report.parent / "results.csv").write_text("notes of\nthe user\n")  # it says nothing of runs
 
     def studied() -> tuple[str, str]:
         plan = plan_of(file, tmp_path, data=str(data))
@@ -317,6 +326,23 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
             "panels = 'rate'\nlines = 'start'\n[[claims]]",
             "curves x: finetune seed=0 start=pretrained rate=low will have no 'acuracy'",
         ),
+        (
+            "[[claims]]",
+            "[[curves]]\nname = 'x'\ntitle = 'x'\nstage = 'finetune'\nvalue = 'lss'\n"
+            "panels = 'rate'\nlines = 'start'\n[[claims]]",
+            "curves x: finetune seed=0 start=pretrained rate=low will have no 'lss'; it has loss,",
+        ),
+        (
+            'columns = "rate"',
+            'columns = "rate"\nmetric = "train.lss"',
+            "table main: finetune seed=0 start=pretrained rate=low will have no 'lss'",
+        ),
+        (
+            "[[claims]]",
+            "[[claims]]\ntext = 'pre-training helps at every rate'\ntable = 'main'\n"
+            "better.start = 'scratch'\nthan.start = 'pretrained'\n[[claims]]",
+            "two claims have the text 'pre-training helps at every rate'",
+        ),
         ("vary.seed = [0, 1]", "vary.split = [0, 1]", "results.csv has a column of this one"),
         (
             "[[claims]]",
@@ -359,6 +385,19 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
             'columns = "rate"',
             'columns = "rate"\nmeans.both = ["low", "hihg"]',
             "table main: means.both: there is no 'hihg'; did you mean high?",
+        ),
+        (
+            'columns = "rate"',
+            'columns = "rate"\nmeans.low = ["low", "high"]',
+            "table main: means.low: a column has this name",
+        ),
+        ("like.scratch", "like.scrach", "like: there is no 'scrach'; did you mean scratch?"),
+        ("like.scratch", "like.'rate=scratch'", "like: there is no 'rate=scratch'"),
+        (
+            "[[claims]]",
+            "[[summaries]]\ntitle = 'x'\ntable = 'main'\nby = 'start'\n[summaries.published]\n"
+            "source = 'x'\ncolumns = ['maen']\nrows.none = [1.0]\n[[claims]]",
+            "summary 'x': published.columns: there is no 'maen'; did you mean mean?",
         ),
         (
             "vary.seed = [0, 1]",
@@ -500,6 +539,17 @@ def test_combinations_are_left_out(file: Path, tmp_path: Path) -> None:
     runs = plan_of(file, tmp_path).runs("finetune")
     assert len(runs) == 6
     assert all(run.missing == ("data",) for run in runs)
+
+
+def test_the_sides_of_a_claim_are_averaged_over_the_same_levels(file: Path) -> None:
+    left_out = 'without = [{ start = "scratch", rate = "high" }]'
+    changed(file, ("vary.seed = [0, 1]", f"vary.seed = [0, 1]\n{left_out}"))
+    read_study(file, "mini")  # the claim is about each rate; at the high one nothing is compared
+    changed(file, ('each = "rate"', ""))
+    with pytest.raises(BadInput, match="only one of better and than has runs at rate=high, so"):
+        read_study(file, "mini")
+    changed(file, (left_out, 'without = [{ start = "scratch", seed = "1" }]'))
+    read_study(file, "mini")  # only seed 0 is compared
 
 
 def test_a_run_of_several_processes(file: Path, data: Path, tmp_path: Path) -> None:
@@ -697,6 +747,21 @@ def test_what_a_command_warns_of_is_in_the_report(
     assert f"    {words}" in capsys.readouterr().err
     text = markdown_of(Results(plan_of(file, tmp_path, data=str(data))))
     assert f"made.letters, which pretrain reads: {words}" in text
+
+
+@pytest.mark.parametrize(
+    ("log", "status", "words"),
+    [
+        ("", 3, "it exited with status 3 and printed nothing"),
+        ("step 1\n", -9, "step 1\nit was ended by signal 9 (Killed)"),  # memory ran out
+        ("step 1\n", 0, "step 1\nit exited with status 0 but wrote no {proof}"),
+        ("no luck\n", 1, "no luck"),
+    ],
+)
+def test_a_failed_job_has_a_reason(tmp_path: Path, log: str, status: int, words: str) -> None:
+    failed = job(tmp_path, "failed", "pass")
+    pool.log_of(failed).write_text(log)
+    assert pool.last_words(failed, status) == words.format(proof=failed.proof)
 
 
 def test_no_more_run_at_once_than_there_are_slots(tmp_path: Path) -> None:
@@ -2283,3 +2348,14 @@ def test_the_legend_of_curves_is_not_cut() -> None:
     texts = drawing.iter("{http://www.w3.org/2000/svg}text")
     left = {"".join(text.itertext()).strip(): float(text.attrib["x"]) for text in texts}
     assert all(0 < left[line.name] < width - 25 for line in lines)  # a name is 24 points wide
+
+
+def test_legends_show_names_that_begin_with_an_underscore() -> None:
+    line = Line("_small $b$", 1, [0, 1], [1.0, 0.5], [0.0, 0.0])
+    table = ScoreTable(name="x", title="x", stage="s", rows="a", columns="b")
+    cell = Cell(line.name, "c", (), sample_of([1.0, 2.0]), None)
+    for svg in (
+        curves_figure("x", [Panel("task", "loss", (line,))]),
+        table_figure(table, [[cell]], "c"),
+    ):
+        assert "> _small $b$</text>" in svg

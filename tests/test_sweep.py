@@ -80,10 +80,11 @@ def test_values_are_lists_ranges_or_one_value() -> None:
         (["seed=4..0"], "seed=4..0: a range goes upwards"),
         (["data=a,,b"], "data=a,,b has an empty value"),
         (["seed=0,0"], "seed=0 is given twice; give each value once"),
+        (["seed=0", "seed=1"], "seed= is given twice; give all its values at once: seed=A,B"),
         (["seed=0"], "nothing varies: give a key several values, such as optim.lr=1e-4,5e-5 or"),
         (["seed=0-2"], "seed=0-2 is not a number; write seed=0..2 or seed=0,1,2"),
         (["seed=0-40"], "seed=0-40 is not a number; write seed=0..40"),
-        (["optim.lr=1e-5..1e-3"], "optim.lr=1e-5..1e-3: a range is of whole numbers"),
+        (["optim.lr=1e-5..1e-3"], "optim.lr=1e-5..1e-3: a range has whole numbers"),
         (["pair=init", "init=a,b"], "pair=init: name two or more keys, each once"),
         (["pair=init,data", "init=a,b"], "pair=init,data: data has no values; write data=A,B"),
         (
@@ -333,6 +334,14 @@ def test_the_cost_is_timed(store: Path, tmp_path: Path, monkeypatch: pytest.Monk
         "2 jobs, 2 to do, no time estimate",
         "no input: the store or the initial model of the run does not exist yet (2 jobs)",
     ]
+
+
+@pytest.mark.parametrize(
+    "rates", ["", ', "flops_per_second": [1]', ', "flops_per_second": {"a": {}}']
+)
+def test_damaged_timings_are_measured_again(rates: str, tmp_path: Path) -> None:
+    (tmp_path / timing.FILE).write_text(f'{{"threads": 1{rates}}}\n')
+    assert timing._read(tmp_path / timing.FILE, 1) == {}
 
 
 def test_probes_of_each_layer_are_timed_by_themselves(store: Path, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Verify(Settings):
 def main(arguments: list[str]) -> None:
     """`python -m xformer.study verify RUN key=value ...`: one line, "same" or what differs first.
 
-    Raises Failure if the run comes out otherwise, BadInput if it cannot be made again.
+    Raises Failure if the new log differs, BadInput if the run cannot be repeated.
     """
     if not arguments or any(argument in ("-h", "--help") for argument in arguments):
         say(*help_text(Verify, __doc__).split("\n"))
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> None:
     content = read_run_json(run / "config.json")
     first, *later = content["starts"]
     if first["step"]:
-        raise BadInput(f"{run} does not say what its first steps were made with")
+        raise BadInput(f"{run}/config.json lacks the settings of its first steps; give another run")
     config = first["config"]
     steps = max(steps, config["train"]["log_every"])
     steps = min([steps, *(other["step"] for other in later)])
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> None:
     changes = "; ".join(provenance.changes(first, {**now, "config": config}))
     changed = f" ({changes})" if changes else " with the same versions"
     if difference := _first_difference(expected, made):
-        raise Failure(f"{run} comes out otherwise: {difference}{changed}")
+        raise Failure(f"{run} is not reproduced: {difference}{changed}")
     say(f"{run}: {steps} steps made again, {len(expected)} records of its log the same{changed}")
 
 

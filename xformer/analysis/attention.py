@@ -99,7 +99,7 @@ def run(paths: list[str], config: AttentionConfig) -> None:
     line = (
         f"attention {first.name} - {second.name}: mean L1 distance of matched heads "
         f"{np.mean(means):.4f} (0 to 2; layers {', '.join(f'{m:.3f}' for m in means)}) on "
-        f"{len(examples.rows)} examples"
+        f"{many(len(examples.rows), 'example')}"
     )
     metrics = {f"layer_{i + 1}": mean for i, mean in enumerate(means)}
     metrics["mean"] = float(np.mean(means))

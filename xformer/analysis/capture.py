@@ -101,7 +101,7 @@ def run(paths: list[str], config: CaptureConfig) -> None:
     if not set(kinds) <= {"hidden", "attention"}:
         raise BadInput(f"what={config.what}: give hidden, attention, or hidden,attention")
     examples = open_examples(config, paths)
-    layers = parse_layers(config.layers, examples.models[0].layers)
+    layers = parse_layers(config.layers, examples.models[0].layers, paths[0])
     if "attention" in kinds and not any(layers):
         raise BadInput(
             f"layers={config.layers}: the embeddings (0) have no attention; give other layers, or "
@@ -186,7 +186,8 @@ def _locked(parts: Path, identity: dict[str, Any], out: Path, overwrite: bool) -
             for old in [note, *parts.glob("*.h5")]:
                 old.unlink(missing_ok=True)
         if note.exists():
-            _refuse_other(read_json(note), identity, parts)
+            on_disk = read_json(note)
+            _refuse_other(on_disk if isinstance(on_disk, dict) else {}, identity, parts)
         try:
             _remove_temporary(parts)
             write_json(note, identity)

@@ -346,14 +346,8 @@ def _make_again(
             "on disk",
             error=True,
         )
-    how = ", ".join(map(_as_call, records)) or "copy"
+    how = ", ".join(map(drawing.as_call, records)) or "copy"
     return {"how": how, "seconds": seconds, "identical": same, "from": base}
-
-
-def _as_call(record: dict[str, Any]) -> str:
-    """An operation as the user types it, such as keep_layers(first=6)."""
-    arguments = ", ".join(f"{k}={v}" for k, v in record.items() if k != "op")
-    return f"{record['op']}({arguments})" if arguments else str(record["op"])
 
 
 # ----------------------------------------------------------------------------------- drawing

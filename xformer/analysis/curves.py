@@ -24,7 +24,7 @@ from pydantic import Field
 
 from xformer.analysis import drawing
 from xformer.analysis.subcommand import NameList, Output, Subcommand, publish
-from xformer.config import flat
+from xformer.config import flat, show
 from xformer.data import style
 from xformer.data.display import many
 from xformer.data.errors import BadInput
@@ -103,9 +103,10 @@ def grouped(paths: list[str]) -> dict[str, list[str]]:
     first = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
     alike = "".join(letters[0] for letters in first).rstrip("-_.=")
     alike = alike if len(alike) > 2 else "all alike"
+    shown = {key: _texts([recipe.get(key) for recipe in recipes.values()]) for key in differing}
     groups: dict[str, list[str]] = {}
-    for path, recipe in recipes.items():
-        parts = [f"{key}={_show(recipe.get(key))}" for key in differing]
+    for number, path in enumerate(recipes):
+        parts = [f"{key}={texts[number]}" for key, texts in shown.items()]
         groups.setdefault(", ".join(parts) or alike, []).append(path)
     return groups
 
@@ -141,10 +142,18 @@ def _without_seeds(value: Any, key: str = "") -> Any:
     return value
 
 
-def _show(value: Any) -> str:
-    """A value in short form for a legend: operations by name, paths by their last part."""
+def _texts(values: list[Any]) -> list[str]:
+    """The values of a key as a legend shows them. They are shortened, unless two different ones
+    would then look alike: their runs would become one curve."""
+    short = [_short(value) for value in values]
+    return short if len(set(short)) == len(set(map(repr, values))) else [*map(show, values)]
+
+
+def _short(value: Any) -> str:
+    """A value in short form: operations as calls, paths by their last part."""
     if isinstance(value, list | tuple):
-        return "+".join(v.get("op", "?") if isinstance(v, dict) else str(v) for v in value) or "no"
+        parts = [drawing.as_call(v) if isinstance(v, dict) else str(v) for v in value]
+        return "+".join(parts) or "no"
     return Path(value).name if isinstance(value, str) and "/" in value else str(value)
 
 

@@ -36,9 +36,15 @@ def short(name: str) -> str:
 
 
 def plain(name: str) -> str:
-    """A name as matplotlib draws it letter by letter. Matplotlib leaves a label that begins with _
-    out of the legend, and reads what is between two $ as a formula."""
-    return f"{' ' if name.startswith('_') else ''}{name}".replace("$", r"\$")
+    """A name for a legend. Matplotlib leaves a label that begins with _ out."""
+    return f" {name}" if name.startswith("_") else name
+
+
+def as_call(operation: dict[str, Any]) -> str:
+    """An operation on weights as the user types it, such as keep_layers(first=6)."""
+    given = {k: v for k, v in operation.items() if k != "op" and v is not None}
+    arguments = ", ".join(f"{key}={value}" for key, value in given.items())
+    return f"{operation.get('op', '?')}({arguments})" if arguments else operation.get("op", "?")
 
 
 def heat_map(axes: Any, values: Any, title: str) -> Any:

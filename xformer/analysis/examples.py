@@ -308,10 +308,10 @@ def check_hidden_finite(
         )
 
 
-def parse_layers(text: str, most: int) -> list[int]:
+def parse_layers(text: str, most: int, path: str, key: str = "layers") -> list[int]:
     """The layer numbers, from 0 (the embeddings) to `most`, for "all", "last" or "0,6,12".
 
-    Raises BadInput for any other text.
+    Raises BadInput for any other text, naming the setting `key` and the `path` of the model.
     """
     if text == "all":
         return list(range(most + 1))
@@ -320,6 +320,7 @@ def parse_layers(text: str, most: int) -> list[int]:
     numbers = text.strip("[] ").split(",")
     if not all(n.strip().isdigit() and int(n) <= most for n in numbers):
         raise BadInput(
-            f"layers={text}: give all, last, or numbers from 0 to {most} such as 0,{most}"
+            f"{key}={text}: {path} has the layers 0 to {most}; give all, last, or numbers such as "
+            f"0,{most}"
         )
     return sorted({int(n) for n in numbers})

@@ -43,7 +43,7 @@ from xformer.analysis.subcommand import Subcommand, publish
 from xformer.checkpoint import changed_weights
 from xformer.data import style
 from xformer.data.batch import Batch
-from xformer.data.display import say
+from xformer.data.display import many, say
 from xformer.data.errors import BadInput, Failure
 from xformer.model.encoder import Encoder
 from xformer.ops.native import only_plain
@@ -453,9 +453,11 @@ def _labelled(examples: Examples) -> np.ndarray:
         known = labels >= 0 if examples.store.kind == "class" else ~np.isnan(labels)
         rows = rows[known]
     if len(rows) < 2:
+        without = len(examples.rows) - len(rows)
+        unlabelled = f", because {many(without, 'drawn row')} without a label cannot be used"
         raise BadInput(
-            f"fewer than 2 of the rows drawn from the split {examples.split!r} have a label; give "
-            "more examples=, or another split="
+            f"the split {examples.split!r} gives {many(len(rows), 'example')}, but a cosine needs "
+            f"two{unlabelled if without else ''}: give more examples=, or another split="
         )
     return rows
 
@@ -504,8 +506,8 @@ def _summary(values: np.ndarray, norms: np.ndarray, loaded: LoadedModel) -> dict
         )
     if without := int((norms == 0).sum()):
         say(
-            f"{loaded.path}: in {without} examples no token is masked, so their gradient is zero; "
-            "they are left out",
+            f"{loaded.path}: {many(without, 'example')} left out, whose gradient is zero: no token "
+            "is masked or labelled",
             error=True,
         )
     values = values[np.isfinite(values)]
@@ -569,7 +571,9 @@ def draw(result: dict[str, Any]) -> Figure:
     axes.set_xlim(-0.6, len(summaries) - 0.4)
     store = drawing.of_stores(result["data"]["store"])
     axes.set_ylabel("cosine of two examples' gradients")
-    axes.set_title(f"{len(result['rows'])} examples of {store}\nhead: {summaries[0]['head']}")
+    axes.set_title(
+        f"{many(len(result['rows']), 'example')} of {store}\nhead: {summaries[0]['head']}"
+    )
     figure.supxlabel(
         "line median, dashes mean,\ntriangle minimum, whiskers the range",
         fontsize=8,

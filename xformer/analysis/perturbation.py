@@ -145,7 +145,8 @@ def run(paths: list[str], config: PerturbationConfig) -> None:
         f"{m['name']}: " + ", ".join(f"{n['mean']:.3g} at {n['std']:g}" for n in m["noise"])
         for m in models
     )
-    line += f" (L2, {len(examples.rows)} examples, {many(config.draws, 'draw')} of noise)"
+    counts = f"{many(len(examples.rows), 'example')}, {many(config.draws, 'draw')} of noise"
+    line += f" (L2, {counts})"
     metrics = {m["name"]: {_key(n["std"]): n["mean"] for n in m["noise"]} for m in models}
     publish(config, result, draw, line, metrics)
 
@@ -193,7 +194,7 @@ def draw(result: dict[str, Any]) -> Figure:
     axes.set(
         xlabel="standard deviation of the noise on every parameter",
         ylabel="L2 distance of last hidden states",
-        title=f"{result['data']['examples']} examples of {store}, "
+        title=f"{many(result['data']['examples'], 'example')} of {store}, "
         f"{many(result['draws'], 'draw')} of noise (mean ± sd)",
     )
     axes.legend(fontsize=8.5)

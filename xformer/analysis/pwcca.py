@@ -334,8 +334,10 @@ SUBCOMMAND = Subcommand("pwcca", PwccaConfig, __doc__ or "", 2, 2, "checkpoint")
 def run(paths: list[str], config: PwccaConfig) -> None:
     """`python -m xformer.analysis pwcca A B key=value ...`"""
     described, layers, stream_of = _open_source(paths, config)
-    texts = (config.layers, config.layers_b or config.layers)
-    chosen = [parse_layers(text, most) for text, most in zip(texts, layers, strict=True)]
+    chosen = [
+        parse_layers(config.layers, layers[0], paths[0]),
+        parse_layers(config.layers_b or config.layers, layers[1], paths[1], "layers_b"),
+    ]
     try:
         similarities = _compare_layers(lambda: stream_of(chosen), chosen, config.variant)
     except ValueError as error:

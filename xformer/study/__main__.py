@@ -220,9 +220,8 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
     bad = [o for o in outcomes.values() if o.state in ("failed", "not run")]
     if bad:
         first = next((o for o in bad if o.state == "failed"), bad[0])
-        why = first.why.splitlines()[-1] if first.why else "no reason given"
         count = f"{len(bad)} of {len(outcomes)} jobs did not succeed"
-        raise Failure(f"{count}; {first.job.name}: {why}")
+        raise Failure(f"{count}; {first.job.name}: {first.why.splitlines()[-1]}")
 
 
 def _directory(plan: Plan) -> Path:
@@ -260,7 +259,7 @@ def listing(plan: Plan, costs: Costs, kept: Collection[str] = (), slots: int = 1
     lines += cost_lines(costs, todo, slots)
     if number := costs.forecast.unchecked(todo.values()):
         lines.append(
-            f"{number} runs are not checked yet: the model that they start from is missing"
+            f"not checked yet, because the model to start from is missing: {many(number, 'run')}"
         )
     lines += [f"note: {line}" for line in plan.mixed()]
     lines += registration_lines(plan.study)

@@ -52,6 +52,8 @@ RESULTS = 2  # raised by hand when a change of the code changes results
 READ = ("source", "store")  # arguments of operations on weights that are paths
 # these change no result; `validate_every` does, as it affects which checkpoint is selected
 INTERVALS = ("log_every", "checkpoint_every", "keep_last", "keep_every", "keep_state", "keep_at")
+# numbers of a training line of the log besides the metrics of the task
+LOGGED = ("loss", "lr", "grad_norm", "epoch", "real_tokens_per_second", "memory_gib", "mfu")
 PLACE_BELOW = re.compile(PLACE.pattern + r"((?:/[^\s{}]*)?)")  # with the rest of its path
 UNPACKED = ".unpacked"  # marks a command's directory whose files come from the kept results
 
@@ -182,8 +184,9 @@ class Plan:
         return {name: need for name, need in self.study.needs.items() if name in names}
 
     def stale(self, job: Job) -> str:
-        """Which file that a job reads has changed since its key was computed, in words, or nothing.
-        A file that is gone has not changed: the job has read it, or fails by itself."""
+        """A line that names a file which the job reads and which has changed since the job's key
+        was computed; "" if there is none. A file that is gone does not count: either the job has
+        read it already, or the job will fail by itself."""
         for path, digest in job.reads:
             if path.exists() and self.digests.of(path) != digest:
                 return f"{path} has changed since the study began; run the same command again"
@@ -238,21 +241,23 @@ class Plan:
     def _check_metric(self, table: ScoreTable) -> None:
         """Refuse a metric that the runs of a table will not have."""
         for job, metric in self.shown_in(table):
-            if table.split_of(metric) != "train":
-                _check_scores(f"table {table.name}", job, metric.rpartition(".")[2])
+            logged = LOGGED if table.split_of(metric) == "train" else ()
+            _check_scores(f"table {table.name}", [job], metric.rpartition(".")[2], logged)
 
     def _check_curves(self, curves: Curves) -> None:
-        """Refuse a metric of validations that no run, or no run of the panel that it is for, will
+        """Refuse a number of the log that no run, or no run of the panel that it is for, will
         have."""
-        wanted: dict[str, list[Job]] = {}  # by metric
-        for job in self.runs(curves.stage, curves.where):
+        jobs, place = self.runs(curves.stage, curves.where), f"curves {curves.name}"
+        _check_scores(place, jobs, curves.value, LOGGED)
+        wanted: dict[str, list[Job]] = {}  # by metric of validations
+        for job in jobs:
             metric = curves.validation
             if not isinstance(metric, str):
                 metric = metric.get(job.levels[curves.panels], "")
             wanted.setdefault(metric, []).append(job)
-        for metric, jobs in wanted.items():
-            if metric and not any(metric in _scores(job) for job in jobs):
-                _check_scores(f"curves {curves.name}", jobs[0], metric)
+        for metric, some in wanted.items():
+            if metric:
+                _check_scores(place, some, metric)
 
     def _check_claim(self, claim: Claim) -> None:
         """Refuse a claim that compares runs with themselves, because two levels have the same
@@ -504,11 +509,13 @@ def _scores(job: Job) -> Collection[str]:
     return kind_of(recipe["head"], pairs).metrics if recipe else ()
 
 
-def _check_scores(place: str, job: Job, metric: str) -> None:
-    """Refuse a metric that a run will not have."""
-    known = _scores(job)
-    if job.recipe is not None and metric not in known:
-        raise BadInput(f"{place}: {job.name} will have no {metric!r}; it has {', '.join(known)}")
+def _check_scores(place: str, jobs: Sequence[Job], metric: str, logged: Sequence[str] = ()) -> None:
+    """Refuse a metric that none of some runs will have, nor `logged` by every run."""
+    if any(job.recipe is None or metric in (*_scores(job), *logged) for job in jobs):
+        return
+    for job in jobs[:1]:
+        known = ", ".join(dict.fromkeys((*_scores(job), *logged)))
+        raise BadInput(f"{place}: {job.name} will have no {metric!r}; it has {known}")
 
 
 def _files(directory: Path) -> Iterator[Path]:

@@ -491,13 +491,18 @@ def _blocker(job: Job, outcomes: dict[str, Outcome]) -> str:
 
 
 def last_words(job: Job, status: int) -> str:
-    """The end of a failed job's log."""
+    """The end of a failed job's log, and how it ended if the log does not say so. At least one
+    line."""
     try:
         lines = log_of(job).read_text(encoding="utf-8", errors="replace").strip().splitlines()
     except OSError:
         lines = []
     if status == 0:
         lines.append(f"it exited with status 0 but wrote no {job.proof}")
+    elif status < 0:
+        lines.append(f"it was ended by signal {-status} ({signal.strsignal(-status)})")
+    elif not lines:
+        lines.append(f"it exited with status {status} and printed nothing")
     return "\n".join(lines[-TAIL:])
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-from xformer.analysis.drawing import plus_minus
+from xformer.analysis.drawing import plain, plus_minus
 from xformer.config import toml_text
 from xformer.data import style
 from xformer.data.errors import typed
@@ -753,7 +753,7 @@ def table_figure(
 
 
 def _row(axes: Any, places: np.ndarray, row: Sequence[Cell], width: float, colour: str) -> None:
-    label: str | None = row[0].row  # once in the legend
+    label: str | None = plain(row[0].row)  # once in the legend
     for x, cell in zip(places, row, strict=True):
         if cell.published is not None:
             ends = [x - width / 2, x + width / 2]
@@ -787,7 +787,7 @@ def curves_figure(name: str, panels: Sequence[Panel]) -> str:
                 mean, deviation = np.array(line.mean), np.array(line.deviation)
                 marker = "o" if len(line.x) < 8 else None
                 (drawn,) = axes.plot(line.x, mean, color=colour, lw=1.6, marker=marker, ms=3.5)
-                shown.setdefault(line.name, drawn)
+                shown.setdefault(plain(line.name), drawn)
                 if line.runs > 1:  # of two, the band is their range
                     deviation = deviation / 2**0.5 if line.runs == 2 else deviation
                     low, top = mean - deviation, mean + deviation

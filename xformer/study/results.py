@@ -51,6 +51,7 @@ from xformer.study.spec import (
     ScoreTable,
     Summary,
     is_safe_filename,
+    replicate_factors,
 )
 from xformer.study.statistics import LEVEL
 
@@ -277,9 +278,7 @@ class Results:
         factor is called `seed`, each combination of the levels of the remaining factors (all but
         rows, columns and those of `wanted`) takes the place of a seed.
         """
-        inside = {table.rows, table.columns} | set(wanted)
-        rest = [factor for factor in self.study.factors(table.stage) if factor not in inside]
-        replicates = [SEED] if SEED in rest else rest
+        replicates = replicate_factors(self.study, table, wanted)
         groups: dict[Replicate, list[float | None]] = {}
         for score in self.scores(table, wanted):
             key = tuple(score.levels[factor] for factor in replicates)
@@ -507,10 +506,10 @@ def reruns(todo: Iterable[Job], directory: Path) -> dict[str, str]:
     if not (directory / "results.csv").is_file():
         return {}
     with (directory / "results.csv").open(encoding="utf-8", newline="") as file:
-        before = {row["run"]: row["key"] for row in csv.DictReader(file)}
+        before = {row.get("run"): row.get("key") for row in csv.DictReader(file)}
     why = {}
     for job in todo:
-        key = before.get(job.name, job.key)
+        key = before.get(job.name) or job.key
         earlier = job.path.with_name(f"{key}.toml")
         if job.recipe is not None and key != job.key and earlier.is_file():
             old, new = flat(read_recipe(earlier)), flat(job.recipe)

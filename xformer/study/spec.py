@@ -305,7 +305,7 @@ class Registration(Settings):
         return 1 if self.extension == "none" else 2
 
     def words(self) -> str:
-        """All of it in a line."""
+        """The registration as one line of text."""
         twice = " (so every p is doubled)" if self.looks == 2 else ""
         unit = f"paired t over seed; a seed is {self.unit}"
         return f"{unit}; planned extension: {self.extension}{twice}"
@@ -501,6 +501,7 @@ def _mistakes(study: Study, whole: Study) -> Iterator[str]:
     scale leaves out, too."""
     yield from _bad_file_names(study)
     yield from _bad_names(study, whole)
+    yield from _bad_like(whole)
     levels = {factor: (*_bad_levels(study, factor),) for factor in study.levels}
     yield from (f"levels.{factor}: {line}" for factor in levels for line in levels[factor])
     # a wrong level must not cause further errors in the tables that show it
@@ -515,6 +516,8 @@ def _mistakes(study: Study, whole: Study) -> Iterator[str]:
         yield from (f"summary {summary.title!r}: {line}" for line in _bad_summary(study, summary))
     if study.headline is not None:
         yield from (f"headline: {line}" for line in _bad_headline(study, study.headline))
+    if twice := _twice(claim.text for claim in study.claims):
+        yield f"two claims have the text {twice!r}; give each its own, which overviews know it by"
     for claim in study.claims:
         yield from (f"claim {claim.text!r}: {line}" for line in _bad_claim(study, claim))
 
@@ -545,6 +548,16 @@ def _bad_names(study: Study, whole: Study) -> Iterator[str]:
     sources = {"need": study.needs, "made": study.made, "stage": study.stages}
     for kind, name, *_ in PLACE.findall(study.model_dump_json()):
         yield from (f"{{{kind}.{name}}}: {line}" for line in _unknown([name], sources[kind]))
+
+
+def _bad_like(whole: Study) -> Iterator[str]:
+    """The wrong levels in `like`. Their published numbers would be missing from the report."""
+    known = {(f, str(one)) for s in whole.stages.values() for f in s.vary for one in s.vary[f]}
+    for table in whole.tables:
+        metrics = () if isinstance(table.metric, str) else tuple(table.metric)
+        known |= {(table.columns, name) for name in (*metrics, *table.means)}
+    names = {level for _, level in known} | {"=".join(pair) for pair in known}
+    yield from (f"like: {line}" for line in _unknown(whole.like, names))
 
 
 def _bad_headline(study: Study, shown: Headline) -> Iterator[str]:
@@ -663,6 +676,8 @@ def _bad_table(study: Study, table: ScoreTable) -> Iterator[str]:
     yield from (f"chance: {line}" for line in _unknown(table.chance, every))
     for name, columns in table.means.items():
         yield from (f"means.{name}: {line}" for line in _unknown(columns, every))
+        if name in every:
+            yield f"means.{name}: a column has this name, which the mean would replace; rename it"
     for column, chance in table.chance.items():
         if table.percent and abs(chance) >= 1:
             fraction = f"{chance:g} points are {chance / 100:g}"
@@ -692,6 +707,9 @@ def _bad_summary(study: Study, summary: Summary) -> Iterator[str]:
     tables = {table.name: {table.rows, table.columns} for table in study.tables}
     lines = [*_unknown([summary.table], tables)]
     yield from lines or _unknown([summary.by], tables[summary.table])
+    if summary.published is not None:
+        lines = [*_unknown(summary.published.columns, STATISTICS)]
+        yield from (f"published.columns: {line}" for line in lines)
 
 
 def _bad_claim(study: Study, claim: Claim) -> Iterator[str]:
@@ -727,6 +745,11 @@ def _bad_claim(study: Study, claim: Claim) -> Iterator[str]:
             f"only one of better and than names {factor}; the other would be the mean over all its "
             f"levels: name one of {', '.join(levels[factor])}"
         )
+    elif alone := _unpaired(study, table, claim):
+        yield (
+            f"only one of better and than has runs at {alone}, so their means would be over "
+            "different runs: leave these levels out of both sides, or name others"
+        )
     if claim.better == claim.than or claim.each in {**claim.better, **claim.than}:
         yield "it compares a level with itself"
     for (factor, number), side in product(needed.items(), sides):
@@ -737,6 +760,34 @@ def _bad_claim(study: Study, claim: Claim) -> Iterator[str]:
                 f"registration.seeds.{factor}={number}, but {', '.join(fixed) or 'one side'} has "
                 f"{have} levels of it"
             )
+
+
+def replicate_factors(study: Study, table: ScoreTable, fixed: Collection[str]) -> list[str]:
+    """The factors whose levels tell the replicates of a table's scores apart if some factors are
+    fixed: `seed`, or without it all but the rows and the columns. Scores are averaged over the
+    others."""
+    inside = {table.rows, table.columns, *fixed}
+    rest = [factor for factor in study.factors(table.stage) if factor not in inside]
+    return [SEED] if SEED in rest else rest
+
+
+def _unpaired(study: Study, table: ScoreTable, claim: Claim) -> str:
+    """Levels over which only one side of a claim is averaged, or "". A replicate, or a level of
+    `each`, that only one side has does not count, because it is not compared."""
+    over: list[dict[tuple[str, ...], set[str]]] = []  # by replicate and level of `each`
+    for side in (claim.better, claim.than):
+        fixed = {f: level for f, level in {**table.where, **side}.items() if f != METRIC}
+        own = replicate_factors(study, table, (*side, claim.each))
+        own += [claim.each] if claim.each not in ("", METRIC) else []
+        over.append({})
+        for levels in study.combinations(table.stage):
+            if fixed.items() <= levels.items():
+                rest = [f"{f}={v}" for f, v in levels.items() if f not in (*own, *fixed)]
+                key = tuple(levels[factor] for factor in own)
+                over[-1].setdefault(key, set()).add(", ".join(rest))
+    ours, theirs = over
+    alone = (ours[key] ^ theirs[key] for key in ours.keys() & theirs.keys())
+    return min(set().union(*alone), default="")
 
 
 def seeds_of(study: Study, table: ScoreTable, side: Levels, factor: str) -> set[str]:

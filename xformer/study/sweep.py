@@ -168,6 +168,8 @@ def read(arguments: list[str]) -> Sweep:
         if key == "pair":
             pairs.append(tuple(text.split(",")))
         elif equals:
+            if key in values:
+                raise BadInput(f"{key}= is given twice; give all its values at once: {key}=A,B")
             values |= _values(key, text)
     _check_pairs(values, pairs)
     for keys in factors(values, pairs):
@@ -242,7 +244,9 @@ def _check_numbers(key: str, text: str) -> None:
             listed = f" or {key}={some}" if first < last <= first + 2 else ""
             raise BadInput(f"{key}={part} is not a number; write {key}={first}..{last}{listed}")
         if ".." in part and not RANGE.fullmatch(part):
-            raise BadInput(f"{key}={part}: a range is of whole numbers, such as 0..4; list others")
+            raise BadInput(
+                f"{key}={part}: a range has whole numbers, such as 0..4; list other values"
+            )
 
 
 def _split(key: str, text: str) -> list[str]:

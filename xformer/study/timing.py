@@ -68,10 +68,10 @@ def other_work() -> list[str]:
 def _read(path: Path, threads: int) -> dict[str, float]:
     """The FLOP/s by kind that an earlier call wrote. If runs had another number of threads then,
     they are ignored."""
-    with suppress(BadInput):
-        content: Any = read_json(path)
-        if isinstance(content, dict) and content.get("threads") == threads:
-            return dict(content["flops_per_second"])
+    with suppress(BadInput, KeyError, TypeError, ValueError, AttributeError):  # it is damaged
+        content = read_json(path)
+        if content["threads"] == threads:
+            return {kind: float(rate) for kind, rate in content["flops_per_second"].items()}
     return {}
 
 
