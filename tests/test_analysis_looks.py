@@ -157,6 +157,24 @@ def test_a_capture_of_something_else_is_refused(small: Path, tmp_path: Path) -> 
         next(pair.stream([[7], [0]]))
 
 
+@pytest.mark.parametrize("deviations", [(), (0.0, 1e-2), (1e-2, 1e-2)])
+def test_each_size_of_the_noise_is_given_once(small: Path, deviations: tuple[float, ...]) -> None:
+    config = PerturbationConfig(data=str(small / "s"), out="o", deviations=deviations)
+    with pytest.raises(BadInput, match="give positive numbers, each once"):
+        perturbation.run([str(small / "a")], config)
+
+
+def test_captures_in_float16_are_not_compared_without_a_warning(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for dtype, warned in (("float16", True), ("float32", False)):
+        out = tmp_path / f"{dtype}.h5"
+        capture.run([str(small / "a")], config_of(small, out, dtype=dtype))
+        capsys.readouterr()
+        pwcca.run([str(out)] * 2, pwcca.PwccaConfig(out=str(tmp_path / dtype), threads=1))
+        assert (f"warning: {out} and {out}: float16 adds" in capsys.readouterr().err) == warned
+
+
 def test_a_capture_that_ends_meanwhile_is_not_mixed_with_another(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2073,6 +2073,22 @@ def test_a_score_that_is_not_finite_is_named(file: Path, data: Path, tmp_path: P
         Results(plan)
 
 
+def test_only_logged_numbers_that_are_shown_must_be_finite(
+    file: Path, data: Path, tmp_path: Path
+) -> None:
+    """The last line of a log may hold the norm of a gradient that was dropped."""
+    changed(file, ('columns = "rate"', 'columns = "rate"\nmetric = "train.loss"'))
+    plan = plan_of(file, tmp_path, data=str(data))
+    finish(plan, lambda **_: 0.5)
+    line = {"event": "train", "step": 1, "loss": 1.5, "grad_norm": float("inf")}
+    for run in plan.runs("finetune"):
+        (run.path / "log.jsonl").write_text(f"{json.dumps(line)}\n")
+    assert "| pretrained | 150" in markdown_of(Results(plan))
+    (run.path / "log.jsonl").write_text(f"{json.dumps({**line, 'loss': float('inf')})}\n")
+    with pytest.raises(BadInput, match=r"log\.jsonl: train\.loss of finetune .* is inf"):
+        Results(plan)
+
+
 def test_a_metric_that_is_not_there_is_named(file: Path, data: Path, tmp_path: Path) -> None:
     changed(file, ('columns = "rate"', 'columns = "rate"\nmetric = "mcc"'))
     plan = plan_of(file, tmp_path, data=str(data))
@@ -2204,7 +2220,7 @@ where.pair = "own"
     made = f"xformer.analysis pwcca {pretrained.path} out={job.path}"
     job.proof.write_text(json.dumps({"metrics": {"last": {"pwcca": 0.5}}, "made": made}))
     results = Results(plan)
-    assert "What was drawn" not in html_of(results, {}, tmp_path)
+    assert "No finished run has drawn pwcca.svg." in markdown_of(results)
     svg = "<svg><script>alert(1)</script></svg>"
     for name in ("pwcca.svg", "pwcca-dark.svg"):
         (job.path / name).write_text(svg)

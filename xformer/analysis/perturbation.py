@@ -110,9 +110,10 @@ def output_distances(before: list[Tensor], after: list[Tensor]) -> tuple[np.ndar
 
 def run(paths: list[str], config: PerturbationConfig) -> None:
     """`python -m xformer.analysis perturbation CHECKPOINT ... key=value ...`"""
-    if not config.deviations or min(config.deviations) <= 0:
+    once = len(set(config.deviations)) == len(config.deviations)
+    if not config.deviations or min(config.deviations) <= 0 or not once:
         raise BadInput(
-            f"deviations={list(config.deviations)}: give positive numbers, such as "
+            f"deviations={list(config.deviations)}: give positive numbers, each once, such as "
             "deviations=[1e-2,1e-4]"
         )
     examples = open_examples(config, paths)

@@ -366,6 +366,13 @@ def _open_source(paths: list[str], config: PwccaConfig) -> tuple[dict[str, Any],
         chosen_before = {"data", "split", "examples", "max_tokens", "mapping", "mapping_b", "seed"}
         if fixed := sorted(config.model_fields_set & chosen_before):
             raise BadInput(f"{fixed[0]}= was chosen when the captures were made: leave it out")
+        if coarse := [str(c.path) for c in pair.captures if c.attributes["dtype"] == "float16"]:
+            say(
+                f"warning: {' and '.join(coarse)}: float16 adds directions of rounding errors, "
+                "which change ranks, and can make cca far too low; the other measures hardly "
+                "change; for cca, capture with dtype=float32",
+                error=True,
+            )
         return pair.describe(config.names), pair.layers, pair.stream
     if any(path.endswith(".h5") for path in paths):
         raise BadInput(

@@ -673,6 +673,8 @@ def _picture(results: Results, picture: Picture, notes: Notes) -> Iterator[Secti
         images = (_data(path), _data(dark) if dark.is_file() else "")
         drawing = Drawing(f"{picture.name}.svg", "", path, *images)
         yield Section(picture.title, "", drawing, job, deviations=_deviations(notes, picture))
+    elif any(job.done for job in results.plan.runs(picture.stage, picture.where)):
+        yield Section(picture.title, f"No finished run has drawn {picture.file}.")
 
 
 def _data(path: Path) -> str:

@@ -11,7 +11,7 @@ import re
 import statistics
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import product
@@ -206,12 +206,13 @@ class Results:
         self.study, self.plan = plan.study, plan
         self._examples: dict[Path, int] = {}  # by file of predictions
         tables = self.study.tables
-        with_log = any(t.split_of(metric) == "train" for t in tables for metric in t.metrics)
+        columns = [(t.split_of(metric), metric) for t in tables for metric in t.metrics]
+        logged = {metric.rpartition(".")[2] for split, metric in columns if split == "train"}
         self.metrics: dict[str, Metrics] = {}  # by key
         self.seconds: dict[str, float] = {}  # that a run took, by key, as far as known
         for job in plan.jobs.values():
             if job.stage and job.done:
-                self.metrics[job.key], seconds = _read_result(job, with_log)
+                self.metrics[job.key], seconds = _read_result(job, logged)
                 if isinstance(seconds, int | float):
                     self.seconds[job.key] = seconds
 
@@ -431,25 +432,28 @@ def mean_line(name: str, runs: Sequence[Job], event: str, value: str) -> Line | 
     return Line(name, len(runs), curve["x"], curve["mean"], curve["deviation"])
 
 
-def _read_result(job: Job, with_log: bool) -> tuple[Metrics, Any]:
-    """The scores of a finished job, with the last training line of its log as a split `train` if
-    asked; and how long it took."""
+def _read_result(job: Job, logged: Collection[str]) -> tuple[Metrics, Any]:
+    """The scores of a finished job, and how long it took. If a table shows numbers of the log,
+    which `logged` names, the last training line of the log becomes a split `train`. Its other
+    numbers may not be finite, such as the norm of a gradient that was dropped."""
     content = read_run_json(job.proof)
     metrics = content.get("metrics") if isinstance(content, dict) else None
     if metrics is not None and "split" in content:  # evaluate.py scores one split
         metrics = {content["split"]: metrics}
     if not isinstance(metrics, dict) or not all(map(_are_scores, metrics.values())):
         raise BadInput(f"{job.proof} has no metrics; delete it to run {job.name} again")
-    if with_log and job.recipe is not None:
+    if logged and job.recipe is not None:
         last = (events(job.path, "train") or [{}])[-1]
         numbers = {k: float(v) for k, v in last.items() if isinstance(v, int | float)}
-        metrics = {**metrics, "train": numbers}
+        shown = {k: v for k, v in numbers.items() if math.isfinite(v) or k in logged}
+        metrics = {**metrics, "train": shown}
     for split, scores in metrics.items():
         for metric, value in scores.items():
             if not math.isfinite(value):
+                file = job.path / "log.jsonl" if split == "train" and logged else job.proof
                 raise BadInput(
-                    f"{job.proof}: {split}.{metric} of {job.name} is {value}, which no table "
-                    "can hold; find out why, then delete its directory to run it again"
+                    f"{file}: {split}.{metric} of {job.name} is {value}, which no table can hold; "
+                    "find out why, then delete its directory to run it again"
                 )
     return metrics, content.get("seconds")
 
