@@ -109,14 +109,6 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_file(path: Path | None) -> None:
-    """Raise BadInput if a file cannot be written at `path`."""
-    if path is not None and path.is_dir():
-        raise BadInput(f"{path} is a directory; give a file")
-    if path is not None and not path.absolute().parent.is_dir():
-        raise BadInput(f"{path.parent} does not exist, so {path.name} cannot be written there")
-
-
 def check_output_directory(
     path: Path, overwrite: bool, mark: str, foreign: tuple[str, ...] = ()
 ) -> None:

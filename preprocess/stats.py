@@ -16,10 +16,11 @@ from xformer.data.errors import BadInput, Failure
 from xformer.data.files import BLOCK as CHECKSUM_BLOCK
 from xformer.data.files import write_json
 from xformer.data.joined import open_stores
+from xformer.data.outputs import check_writable
 from xformer.data.store import IGNORED, TEXTS, Ragged, Store, no_store
 
 from . import stats_figure
-from .arguments import add_json, check_file
+from .arguments import add_json
 
 BLOCK = 2**22  # values read at once
 
@@ -297,8 +298,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print a store's description, write it with --json, and draw it with --figure."""
-    check_file(arguments.json)
-    check_file(arguments.figure)
+    for path in filter(None, (arguments.json, arguments.figure)):
+        check_writable(path)
     if arguments.figure is not None:
         stats_figure.check_figure(arguments.figure)
     store = open_stores(arguments.store)

@@ -197,11 +197,12 @@ def test_many_classes_are_summed_up():
 @pytest.mark.parametrize(
     ("option", "file", "phrase"),
     [
-        ("--figure", "nowhere/f.png", "nowhere does not exist, so f.png cannot be written there"),
+        ("--figure", "nowhere/f.png", "f.png cannot be written: .*nowhere is not a directory"),
         ("--figure", "f.xyz", "f.xyz: no figure can have this ending; give .png, .pdf or .svg"),
         ("--figure", "f", "give .png, .pdf or .svg"),
-        ("--figure", "s", "s is a directory; give a file"),
-        ("--json", "nowhere/f.json", "nowhere does not exist"),
+        ("--figure", "s", "s cannot be written: it is a directory; give a file"),
+        ("--json", "nowhere/f.json", "nowhere is not a directory"),
+        ("--json", "s/store.json", "store.json belongs to a store"),
     ],
 )
 def test_refused(tmp_path, monkeypatch, capsys, option, file, phrase):

@@ -166,5 +166,5 @@ def test_the_commands(tmp_path):
     refused(command("preprocess.py", "vocab-overlap", vocabulary, tmp_path / "x"), "x does not")
     refused(
         command("preprocess.py", "vocab-overlap", vocabulary, vocabulary, "--json", tmp_path),
-        "is a directory; give a file",
+        "it is a directory; give a file",
     )

@@ -20,10 +20,11 @@ from xformer.data.english import english_pieces
 from xformer.data.errors import BadInput
 from xformer.data.files import write_json
 from xformer.data.joined import open_stores
+from xformer.data.outputs import check_writable
 from xformer.data.store import Ragged, Store
 from xformer.data.tokenizers import Tokenizer
 
-from ..arguments import add_json, check_file
+from ..arguments import add_json
 
 WINDOW = 10  # pieces in a context
 THRESHOLD = 5  # a context with more English-like pieces than this is English-like
@@ -141,7 +142,8 @@ def add_overlap_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_overlap(arguments: argparse.Namespace) -> None:
     """Print the overlap of two vocabularies, and write it with --json."""
-    check_file(arguments.json)
+    if arguments.json is not None:
+        check_writable(arguments.json)
     paths = [arguments.a, arguments.b]
     names = [path.name or str(path) for path in paths]
     numbers = {"vocabularies": names, **overlap(*map(read_tokenizer, paths))}
@@ -167,7 +169,8 @@ def add_contexts_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_contexts(arguments: argparse.Namespace) -> None:
     """Print the share of a store's contexts that are English-like, and write it with --json."""
-    check_file(arguments.json)
+    if arguments.json is not None:
+        check_writable(arguments.json)
     shares = describe_contexts(open_stores(arguments.store))
     what = f"contexts of {WINDOW} pieces with more than {THRESHOLD} English-like ones"
     say(f"{shares['store']}: {what}")
