@@ -735,7 +735,7 @@ REFUSED = [
     (["tokenizer", "--kind", "bpe", "--output", "out"], "--input is required"),
     (["tokenizer", "--output", "out"], "--alphabet makes one of letters, and --from imports one"),
     (["tokenizer", "--alphabet", "", "--output", "out"], "an alphabet needs at least one letter"),
-    ([*TOK, "bpe", "--output", "store", "--overwrite"], "store was not written by this command"),
+    ([*TOK, "bpe", "--output", "store", "--overwrite"], "store is a store, so it is not overwr"),
     ([*TEXT, "missing.txt"], "missing.txt does not exist"),
     ([*TEXT, "empty.txt"], "empty.txt is empty"),
     ([*TEXT, "wordpiece"], "wordpiece holds no non-empty file with a known extension"),
@@ -793,6 +793,26 @@ def test_refused(base, monkeypatch, arguments, phrase):
         here(monkeypatch, *arguments)
     assert "\n" not in str(caught.value)
     assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "out"),
+    [
+        ([*TEXT, "store/raw"], "store"),
+        ([*TSV, "store/raw"], "store"),
+        (["task", "squad", "--tokenizer", "wordpiece", "--train", "store/raw"], "store"),
+        (["pairs", "store", "--kind", "next"], "store"),
+        ([*NEST, "9", "--frequencies", "store"], "store"),
+        ([*TOK, "bpe", "--input", "wordpiece/tokenizer_meta.json"], "wordpiece"),
+    ],
+)
+def test_an_input_is_not_overwritten(base, monkeypatch, arguments, out):
+    monkeypatch.chdir(base)
+    raw = base / "store" / "raw"
+    raw.write_text("text\tlabel\na\tx\nb\ty\n")
+    with pytest.raises(BadInput, match=f"{out} contains the input .*; give another output"):
+        here(monkeypatch, *arguments, "--output", out, "--overwrite")
+    raw.unlink()
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,12 @@ from xformer.data import tokenizers
 from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
+from xformer.data.outputs import check_directory
 from xformer.data.store import IGNORED, NO_LABEL, ORDER, UNLABELLED, UNSEEN, is_bio
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import add_output, check_output_directory, command_origin, say_written
+from ..arguments import add_output, command_origin, say_written
 from ..bad import BadRows
 from ..binarize import BATCH, check_exists, check_files, sources
 from ..words import CachedEncoder
@@ -722,7 +723,10 @@ def run(
     name: str, read: Callable[[argparse.Namespace], TaskSource], arguments: argparse.Namespace
 ) -> None:
     """Encode the task `name`, read by `read`, into a store."""
-    check_output_directory(arguments.output, arguments.overwrite, "store.json")
+    given = [arguments.train, arguments.valid, arguments.test]
+    inputs = [path for paths in given for path in paths or ()]
+    inputs += [arguments.input] if arguments.input is not None else []
+    check_directory(arguments.output, arguments.overwrite, ("store.json",), *inputs)
     if arguments.input is not None:
         check_exists(arguments.input)
     tokenizer = tokenizers.load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None

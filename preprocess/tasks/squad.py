@@ -27,13 +27,13 @@ from xformer.data import tokenizers
 from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
+from xformer.data.outputs import check_directory
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
 from ..arguments import (
     add_output,
     add_tokenizer,
-    check_output_directory,
     command_origin,
     say_written,
 )
@@ -151,8 +151,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Encode SQuAD into a store."""
-    check_output_directory(arguments.output, arguments.overwrite, "store.json")
     files = _files(arguments)
+    check_directory(arguments.output, arguments.overwrite, ("store.json",), *files.values())
     tokenizer = tokenizers.load_tokenizer(arguments.tokenizer)
     extra = 2 + tokenizer.pair_separators
     room = arguments.max_tokens - arguments.max_question - extra

@@ -13,10 +13,11 @@ from xformer.data import published, tokenizers, vocabularies
 from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
-from xformer.data.files import atomic_directory
+from xformer.data.files import atomic_directory, what_is
+from xformer.data.outputs import check_directory
 from xformer.data.store import MAX_PIECES
 
-from ..arguments import add_output, add_skip_lines, check_output_directory
+from ..arguments import add_output, add_skip_lines
 from ..bad import BadRows
 from ..corpora import inputs
 from ..corpora.documents import TextOptions, read_documents
@@ -158,9 +159,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Train a tokenizer, make one from an alphabet, or import a published one."""
     kind, output = arguments.kind, arguments.output
-    check_output_directory(
-        output, arguments.overwrite, tokenizers.META, ("store.json", "config.json")
-    )
+    read = [*map(Path, arguments.input), *([arguments.source] if arguments.source else [])]
+    check_directory(output, arguments.overwrite, (tokenizers.META,), *read)
+    if output.exists() and (what := what_is(output)) != "a tokenizer":
+        raise BadInput(f"{output} is {what}, so it is not overwritten; give another output")
     started = time.monotonic()
     note = ""
     if arguments.source is not None:
