@@ -79,8 +79,6 @@ def write_rows(
     if not recorded and head["kind"] in ("classify", "regress"):  # an imported head: the user says
         pair = pair or len(given) == 2
     record = HeadRecord(head["kind"], labels, pair, head["max_tokens"], recorded, given, key)
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise BadInput(f"{path} is a device or a pipe, which cannot be read twice; give a file")
     if not path.is_dir() or not _is_music(record):
         check_files([path])
     if record.kind == "span":
