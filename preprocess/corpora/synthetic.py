@@ -45,7 +45,7 @@ from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput, Failure
 from xformer.data.joined import open_stores
 from xformer.data.outputs import check_directory
-from xformer.data.store import Store
+from xformer.data.store import MAX_PIECES, Store
 from xformer.data.writing import SplitWriter, create_store
 
 from ..arguments import (
@@ -412,7 +412,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     )
     add(
         "--vocab-size",
-        type=whole_number(6),
+        type=whole_number(6, MAX_PIECES),
         metavar="N",
         help=f"Size of the vocabulary, including five special ids (default: {size}).",
     )

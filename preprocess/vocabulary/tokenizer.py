@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_skip_lines(parser)
     add(
         "--vocab-size",
-        type=whole_number(6),
+        type=whole_number(6, MAX_PIECES),
         metavar="N",
         help="The number of pieces in the vocabulary, including the five special tokens. A small "
         "text may yield fewer. Required with --input, except for --kind symbols, which takes all "
