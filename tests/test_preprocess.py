@@ -872,6 +872,20 @@ def test_a_split_that_cannot_be_drawn(base, monkeypatch, tmp_path):
         here(monkeypatch, "task", "tsv", "--input", tmp_path / "t.tsv", *arguments)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [[*TEXT, "t.tsv.txt"], [*TOK, "bpe", "--input", "t.tsv.txt"], [*TSV, "t.tsv.txt"]],
+    ids=["text", "tokenizer", "task"],
+)
+def test_bad_rows_are_listed_if_the_command_fails(base, monkeypatch, capsys, arguments):
+    """They may be why there is no text, or why the rows are too few."""
+    monkeypatch.chdir(base)
+    (base / "t.tsv.txt").write_bytes(b"text\tlabel\n\xff\tx\n" if "tsv" in arguments else b"\xff\n")
+    with pytest.raises(BadInput, match=r"no text found|holds no example"):
+        here(monkeypatch, *arguments, "--skip-bad")
+    assert "1 bad row was left out:\n  t.tsv.txt:" in capsys.readouterr().err
+
+
 def test_a_path_may_begin_with_two_slashes(base, tmp_path):
     run(*TEXT, f"/{base}/corpus.txt", "--output", tmp_path / "s", folder=base)
     assert open_store(tmp_path / "s").meta["origin"]["sources"][0]["file"] == "corpus.txt"

@@ -277,18 +277,18 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.lines, arguments.skip_lines, arguments.format, arguments.field, bad
     )
     started = time.monotonic()
-    written = write_text_store(
-        arguments.output,
-        splits,
-        tokenizer,
-        options,
-        _longest(arguments.tokenizer, arguments.max_tokens),
-        command_origin(),
-        arguments.overwrite,
-        workers,
-        arguments.documents,
-        arguments.part,
-    )
-    bad.report()
+    with bad:
+        written = write_text_store(
+            arguments.output,
+            splits,
+            tokenizer,
+            options,
+            _longest(arguments.tokenizer, arguments.max_tokens),
+            command_origin(),
+            arguments.overwrite,
+            workers,
+            arguments.documents,
+            arguments.part,
+        )
     size = sum(path.stat().st_size for path in files) if arguments.part is None else 0
     say_written(arguments.output, written, started, size)

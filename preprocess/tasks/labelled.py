@@ -310,7 +310,6 @@ def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> 
         if split and split not in survey.rows:
             raise BadInput(f"{path} holds no example, so the split {split} would be empty")
     if not survey.rows:
-        task.bad.report()
         raise BadInput(f"{task.files[0]} holds no example that can be used")
     return survey
 
@@ -740,16 +739,15 @@ def run(
     tokenizer = tokenizer or task.tokenizer
     if tokenizer is None:
         raise BadInput("--tokenizer is required for this task: it has no alphabet of its own")
-    written = write_task(
-        task,
-        arguments.output,
-        tokenizer,
-        arguments.seed,
-        command_origin(),
-        arguments.overwrite,
-        arguments.stratify,
-    )
-    task.bad.report()
-    task.left_out.report()
+    with task.left_out, task.bad:
+        written = write_task(
+            task,
+            arguments.output,
+            tokenizer,
+            arguments.seed,
+            command_origin(),
+            arguments.overwrite,
+            arguments.stratify,
+        )
     size = sum(path.stat().st_size for path in task.files)
     say_written(arguments.output, written, started, size)

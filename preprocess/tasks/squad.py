@@ -170,8 +170,10 @@ def run(arguments: argparse.Namespace) -> None:
             f"{max(1, room // 2)}"
         )
     started = time.monotonic()
-    bad = BadRows(arguments.skip_bad)
-    with create_store(arguments.output, tokenizer, COLUMNS, RAGGED, arguments.overwrite) as store:
+    with (
+        BadRows(arguments.skip_bad) as bad,
+        create_store(arguments.output, tokenizer, COLUMNS, RAGGED, arguments.overwrite) as store,
+    ):
         counts = {}
         for name, paragraphs in _by_split(files, bad, arguments.seed).items():
             with store.split(name) as split:
@@ -192,7 +194,6 @@ def run(arguments: argparse.Namespace) -> None:
         }
         store.finish("span", [], "f1", record | bad.as_origin())
         written = store.splits
-    bad.report()
     for name, count in counts.items():
         say(
             f"{name}: {len(count.articles):,} articles, {count.questions:,} questions, "
@@ -208,7 +209,6 @@ def _by_split(files: dict[str, Path], bad: BadRows, seed: int) -> dict[str, list
     for name, path in files.items():
         paragraphs = list(read_articles(path, bad, name in ("", "train")))
         if not any(questions for *_, questions in paragraphs):
-            bad.report()
             raise BadInput(f"{path} holds no question that can be used")
         if name:
             splits[name] = paragraphs

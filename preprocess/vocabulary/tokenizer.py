@@ -202,8 +202,8 @@ def run(arguments: argparse.Namespace) -> None:
             skip=arguments.skip_lines, format=arguments.format, json_field=arguments.field, bad=bad
         )
         most = arguments.vocab_size or MAX_PIECES
-        tokenizer = learn(kind, files, most, not arguments.cased, options)
-        bad.report()
+        with bad:
+            tokenizer = learn(kind, files, most, not arguments.cased, options)
         if kind != "symbols" and len(tokenizer) < arguments.vocab_size:
             note = " (the text yields no more)"
     with atomic_directory(output, arguments.overwrite) as directory:
