@@ -188,6 +188,15 @@ def test_what_is_wrong_is_named(
         assert store.meta["origin"]["skipped_rows"] == 1
 
 
+def test_a_sentence_with_a_bad_line_is_left_out(make: Make, tmp_path: Path) -> None:
+    """Not only its line, as CoNLL 2002 in Latin-1 would lose a part of its words."""
+    (tmp_path / "raw").mkdir()
+    text = "\xfc\tO\na\tO\n\na\tO\n\xfc\tB-X\n\nb\tB-X\na\tO\n\n\xfc\tO\n\nb\tB-X\n\xfc\tO\n"
+    (tmp_path / "raw" / "a.tsv").write_bytes(f"{text}\nb\tO\n".encode("latin-1"))
+    store = make({}, "conll", "--train", "a.tsv", "--skip-bad")
+    assert words(store, "train") == [[("b", "B-X"), ("a", "O")], [("b", "O")]]
+
+
 # ------------------------------------------------------------------------------ FLIP's directories
 
 FLIP = {

@@ -170,18 +170,23 @@ def sentences(
 def _blocks(
     path: Path, columns: ConllColumns, bad: BadRows
 ) -> Iterator[list[tuple[int, list[str]]]]:
-    """Yield the words between two blank lines, each as (line number, columns)."""
+    """Yield the words between two blank lines, each as (line number, columns). A
+    sentence is left out if one of its lines is bad."""
     block: list[tuple[int, list[str]]] = []
+    last, whole = 0, True
     for at, line in read_lines(path, bad):
+        whole &= at == last + 1  # no line number is missing
+        last = at
         if line.strip():
             fields = columns.split(line)
             is_extra = columns.word > 0 and EXTRA_LINE.fullmatch(fields[0])
             if not is_extra and not columns.is_comment(line):
                 block.append((at, fields))
-        elif block:
-            yield block
-            block = []
-    if block:
+        else:
+            if block and whole:
+                yield block
+            block, whole = [], True
+    if block and whole:
         yield block
 
 
