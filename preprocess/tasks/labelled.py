@@ -51,6 +51,7 @@ SHARES = {"test": 0.05, "valid": 0.05}
 VALID_SHARE = 0.1
 MAX_CLASSES = 20_000
 MANY_CLASSES = 50  # so many labels should occur more than once
+LARGEST_SCORE = float(np.finfo(np.float32).max)
 LONGEST_TEXT = 2**24  # characters in one row, which is held in memory as a whole
 
 
@@ -254,8 +255,8 @@ def _fault(task: TaskSource, row: Row) -> str | None:
         may_lack = row.split.startswith("test") or (task.kind == "choice" and row.split == "valid")
         return None if may_lack else "the label is empty"
     if task.kind == "score":
-        finite = math.isfinite(_number(row.label))
-        return None if finite else f"the score {row.label!r} is not a number"
+        fits = abs(_number(row.label)) <= LARGEST_SCORE  # false for NaN too
+        return None if fits else f"the score {row.label!r} is not a number below 3.4e38"
     for label in _classes(task, row.label):
         if task.labels and label not in task.labels:
             return f"label {label!r} is not one of {', '.join(task.labels)}"

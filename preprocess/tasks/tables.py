@@ -297,7 +297,8 @@ class RowTable:
                     f"column {name!r} is {str(value)[:40]!r}, which is neither text nor a number",
                 )
                 return None
-            text = None if value is None else str(value)
+            # a number that is not equal to itself is NaN, which pandas writes for a missing value
+            text = None if value is None or value != value else str(value)
             if text is not None and not text.isascii() and HALF.search(text):
                 bad(self.path, line, f"column {name!r} holds half of a surrogate pair")
                 return None
