@@ -106,6 +106,11 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
         lambda d: changed_config(d, layer_types=["sliding_attention"] * 4),
         "layer_types must name full_attention for every n-th layer",
     ),
+    "layers without end": (  # a list of them would fill the memory
+        "ModernBertForMaskedLM",
+        lambda d: changed_config(d, num_hidden_layers=10**15),
+        "layer_types must name full_attention for every n-th layer",
+    ),
     "scaled positions": (
         "ModernBertForMaskedLM",
         lambda d: changed_config(d, rope_parameters={"full_attention": {"rope_type": "yarn"}}),

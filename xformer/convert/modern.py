@@ -97,7 +97,8 @@ def _every(meta: dict[str, Any], layers: Any, file: Path) -> int:
     for number in tried:
         if not isinstance(number, int) or number < 1:
             raise BadInput(f"{file}: global_attn_every_n_layers={number!r} must be at least 1")
-        if kinds is None or kinds == _kinds(number, layers):
+        # the lengths are compared first, because the config may claim any number of layers
+        if kinds is None or (len(kinds) == layers and kinds == _kinds(number, layers)):
             return number
     raise BadInput(
         f"{file}: layer_types must name full_attention for every n-th layer from the first on, and "
@@ -105,10 +106,9 @@ def _every(meta: dict[str, Any], layers: Any, file: Path) -> int:
     )
 
 
-def _kinds(every: int, layers: Any) -> list[str]:
+def _kinds(every: int, layers: int) -> list[str]:
     """The kind of each layer's attention, in their words."""
-    count = layers if isinstance(layers, int) else 0
-    return [KINDS[i % every > 0] for i in range(count)]
+    return [KINDS[i % every > 0] for i in range(layers)]
 
 
 def _esm(meta: dict[str, Any], file: Path) -> dict[str, Any]:
