@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from pathlib import Path
 
 from xformer.data.arguments import CommandParser, add_checkpoint, add_out, whole_number
@@ -147,7 +148,7 @@ def _add_inspect(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 def _license(text: str) -> str:
     """An identifier of a licence. Raises ArgumentTypeError for anything else."""
-    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", text):
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not an identifier of a licence, such as mit or apache-2.0"
         )
@@ -211,7 +212,8 @@ def _export_hf(arguments: argparse.Namespace) -> None:
     if arguments.trajectory:
         names = share.export_trajectory(source, out, licence, overwrite)
         say(f"{out}: {len(names)} revisions: {', '.join(names)}")
-        say(f"to upload each as a revision of the same name: python {out}/upload.py USER/NAME")
+        script = shlex.quote(str(out / "upload.py"))
+        say(f"to upload each as a revision of the same name: python {script} USER/NAME")
         return
     checkpoint, family = share.export(source, out, licence, overwrite)
     head = checkpoint.head.kind if checkpoint.head else "none"
