@@ -25,7 +25,7 @@ import numpy as np
 
 from xformer.data import tokenizers
 from xformer.data.arguments import whole_number
-from xformer.data.display import Progress, say
+from xformer.data.display import Progress, many, say
 from xformer.data.errors import BadInput
 from xformer.data.outputs import check_directory
 from xformer.data.tokenizers import Tokenizer
@@ -196,7 +196,7 @@ def run(arguments: argparse.Namespace) -> None:
         written = store.splits
     for name, count in counts.items():
         say(
-            f"{name}: {len(count.articles):,} articles, {count.questions:,} questions, "
+            f"{name}: {many(len(count.articles), 'article')}, {many(count.questions, 'question')}, "
             f"{count.questions - count.answerable:,} without an answer, {count.answerable:,} with "
             f"one; the tokens of {count.exact:,} answers reproduce the exact text"
         )

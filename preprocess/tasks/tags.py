@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from xformer.data import vocabularies
 from xformer.data.arguments import whole_number
+from xformer.data.display import many
 from xformer.data.errors import BadInput
 from xformer.data.store import NO_LABEL
 
@@ -140,7 +141,7 @@ def columns_of(path: Path, split: str, word: int, label: int | None) -> ConllCol
         for_words = f"{word} for the words; see --word"
         for_labels = f"{label} for the labels (the words are in column {word}); see --label"
         raise BadInput(
-            f"the first line of {path} has {width} column{'s' * (width != 1)}; there is no column "
+            f"the first line of {path} has {many(width, 'column')}; there is no column "
             f"{for_words if word > width else for_labels}"
         )
     return columns._replace(width=width, label=label - 1 if labelled else None)
@@ -193,7 +194,7 @@ def _blocks(
 def _fault(fields: list[str], columns: ConllColumns) -> str:
     """Why a line cannot be used; "" if it can."""
     if len(fields) != columns.width:
-        count = f"{len(fields)} column{'s' * (len(fields) != 1)}"
+        count = many(len(fields), "column")
         return f"{count} instead of the {columns.width} of the file's first line"
     for what, column in (("word", columns.word), ("label", columns.label)):
         if column is not None and len(fields[column].split()) != 1:
