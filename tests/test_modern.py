@@ -114,7 +114,12 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "scaled positions": (
         "ModernBertForMaskedLM",
         lambda d: changed_config(d, rope_parameters={"full_attention": {"rope_type": "yarn"}}),
-        "rotary positions of the type 'yarn' or scaled are not supported",
+        "rope_type='yarn' is not supported; it must be 'default'",
+    ),
+    "scaled positions of an earlier version": (
+        "ModernBertForMaskedLM",
+        lambda d: changed_config(d, rope_scaling={"factor": 2.0}),
+        "rope_scaling={'factor': 2.0} is not supported; it must be null",
     ),
     "different dropout": (
         "ModernBertForMaskedLM",

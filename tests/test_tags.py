@@ -225,8 +225,8 @@ def test_flip(make: Make, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "phrase"),
     [
-        ("sequences", "MKV", "MK", r"sampled\.fasta:1: a-A has 3 amino acids, 4 labels and 4 m"),
-        ("mask", "1101", "11", "a-A has 4 amino acids, 4 labels and 2 marks"),
+        ("sequences", "MKV", "MK", r"sampled\.fasta:1: a-A has 3 amino acids, 4 labels; the"),
+        ("mask", "1101", "11", "a-A has 4 amino acids, 4 labels, 2 marks in mask.fasta; the"),
         ("sequences", ">d-D", ">e", "d-D is not in sequences.fasta"),
         ("sequences", "MKV", "MK1", "a-A: letters other than .*: '1'"),
         ("sampled", "SET=test", "SET=best", r"sampled\.fasta:7: c-C: SET is 'best'"),

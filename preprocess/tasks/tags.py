@@ -280,8 +280,7 @@ def _protein_fault(name: str, protein: str, labels: str, marks: str) -> str:
     if fault := sequence_fault(protein, LETTERS):
         return f"{name}: {fault}"
     if not len(protein) == len(labels) == len(marks):
-        return (
-            f"{name} has {len(protein)} amino acids, {len(labels)} labels and "
-            f"{len(marks)} marks in mask.fasta"
-        )
+        marked = f", {len(marks)} marks in mask.fasta" if len(marks) != len(labels) else ""
+        counts = f"{len(protein)} amino acids, {len(labels)} labels{marked}"
+        return f"{name} has {counts}; the numbers must be equal"
     return ""

@@ -142,10 +142,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cased",
         action="store_true",
         help="Keep upper case and accents with --kind wordpiece (default: lower-case the text and "
-        "strip accents; other kinds keep both). With --from, this applies to BERT's and ALBERT's "
-        "vocabularies if "
-        "neither a tokenizer_config.json nor a tokenizer.json beside the file gives "
-        "do_lower_case; ALBERT always strips accents.",
+        "strip accents; other kinds keep both). With --from, this is for BERT's and ALBERT's "
+        "vocabularies without a tokenizer_config.json or tokenizer.json that gives "
+        "do_lower_case. ALBERT always strips accents.",
     )
     add(
         "--alphabet",

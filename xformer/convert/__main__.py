@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from xformer.data.arguments import CommandParser, add_checkpoint, add_out, whole_number
@@ -228,8 +229,6 @@ def _export_hf(arguments: argparse.Namespace) -> None:
 
 def _halve(arguments: argparse.Namespace) -> None:
     """Copy a checkpoint with weights in fp16. Raises BadInput if a weight is too large for that."""
-    from dataclasses import replace
-
     from xformer import checkpoint as checkpoints
 
     check_directory(arguments.out, arguments.overwrite, CHECKPOINT, Path(arguments.checkpoint))

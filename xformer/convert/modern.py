@@ -84,9 +84,10 @@ def _base(meta: dict[str, Any], kind: str, file: Path) -> Any:
     groups = meta.get("rope_parameters")
     given = groups.get(kind) if isinstance(groups, dict) else None
     given = given if isinstance(given, dict) else {}
-    form = given.get("rope_type", "default")
-    if form != "default" or meta.get("rope_scaling") is not None:
-        raise BadInput(f"{file}: rotary positions of the type {form!r} or scaled are not supported")
+    if (form := given.get("rope_type", "default")) != "default":
+        raise BadInput(f"{file}: rope_type={form!r} is not supported; it must be 'default'")
+    if (scaling := meta.get("rope_scaling")) is not None:
+        raise BadInput(f"{file}: rope_scaling={scaling!r} is not supported; it must be null")
     return given.get("rope_theta")
 
 
