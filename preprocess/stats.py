@@ -232,7 +232,11 @@ def say_description(about: dict[str, Any]) -> None:
             value = split["cross_entropy_under_train"]
             say(f"  cross-entropy under the training unigrams {value:.4f} nats")
         if "labels" in split:
-            labels = [f"{label} {_short(count)}" for label, count in split["labels"].items()]
+            shown, most = split["labels"], stats_figure.CLASSES
+            if rest := max(len(shown) - most, 0):
+                shown = dict(Counter(shown).most_common(most))
+            labels = [f"{label} {_short(count)}" for label, count in shown.items()]
+            labels += [f"and {rest:,} rarer ones"] if rest else []
             say(f"  labels: {', '.join(labels)}")
 
 

@@ -214,6 +214,16 @@ def test_refused(tmp_path, monkeypatch, capsys, option, file, phrase):
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
+def test_only_the_most_frequent_classes_are_printed(capsys):
+    names = {f"class {i}": i for i in range(1000)}
+    split = {"rows": 9, "tokens": 9, "lengths": {}, "labels": names}
+    about = {"store": "s", "kind": "class", "metric": None, "vocab_size": 9}
+    stats.say_description(about | {"splits": {"train": split}})
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("  labels: class 999 999, class 998 998, ")
+    assert line.endswith("class 976 976, and 976 rarer ones")
+
+
 # ------------------------------------------------------------------------------ progress, verify
 
 
