@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from xformer.data.display import say
-from xformer.data.errors import BadInput
-from xformer.data.files import refuse_existing
 
 
 def expression(text: str) -> re.Pattern[str]:
@@ -107,32 +105,6 @@ def add_json(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="Also write the numbers to this file (default: only print them).",
     )
-
-
-def check_file(path: Path | None) -> None:
-    """Raise BadInput if a file cannot be written at `path`."""
-    if path is not None and path.is_dir():
-        raise BadInput(f"{path} is a directory; give a file")
-    if path is not None and not path.absolute().parent.is_dir():
-        raise BadInput(f"{path.parent} does not exist, so {path.name} cannot be written there")
-
-
-def check_output_directory(
-    path: Path, overwrite: bool, mark: str, foreign: tuple[str, ...] = ()
-) -> None:
-    """Raise BadInput if `path` may not be written.
-
-    It must not exist, unless `overwrite` is given and it is a directory of the same kind: one that
-    contains the file `mark` and none of the files named in `foreign`.
-    """
-    refuse_existing(path, overwrite)
-    if path.exists() and (
-        not (path / mark).is_file() or any((path / name).exists() for name in foreign)
-    ):
-        raise BadInput(
-            f"{path} was not written by this command, so it is not overwritten; "
-            "give another --output"
-        )
 
 
 def command_origin() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from xformer.data.display import one_line, say
 from xformer.data.errors import BadInput
@@ -16,7 +16,8 @@ class BadRows:
 
     Without `skip`, the call raises BadInput naming file and line. With `skip`, the row is recorded
     and the reader goes on. A row is counted once, however often its file is read. Memory grows
-    only with the number of bad rows, by one line number each.
+    only with the number of bad rows, by one line number each. Use it as a context manager: at its
+    end it reports the bad rows, also if the command fails, because they may be the cause.
     """
 
     def __init__(self, skip: bool):
@@ -34,6 +35,12 @@ class BadRows:
             known.add(line)
             if len(self.first) < LISTED:
                 self.first.append(message)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.report()
 
     @property
     def count(self) -> int:

@@ -23,6 +23,7 @@ from .bad import STRICT, BadRows
 
 BATCH = 2**20  # characters encoded at once
 PACKED = (".gz", ".zst")  # endings of compressed files
+UNREAD = (".tar", ".tgz", ".zip", ".bz2", ".xz", ".7z")  # endings of files that must be unpacked
 
 
 def check_exists(path: Path) -> None:
@@ -32,11 +33,15 @@ def check_exists(path: Path) -> None:
 
 
 def check_files(paths: Iterable[Path]) -> None:
-    """Raise BadInput naming the first path that is a directory, missing or empty."""
+    """Raise BadInput naming the first path that is not a file, or is an empty one or an archive."""
     for path in paths:
         if path.is_dir():
             raise BadInput(f"{path} is a directory; give a file")
         check_exists(path)
+        if not path.is_file():
+            raise BadInput(f"{path} is a device or a pipe, which cannot be read twice; give a file")
+        if unpacked_name(path).suffix.lower() in UNREAD:
+            raise BadInput(f"{path} is packed in a form that is not read; unpack it first")
         if path.stat().st_size == 0:
             raise BadInput(f"{path} is empty")
 
@@ -49,7 +54,7 @@ def sources(paths: Sequence[Path]) -> list[dict[str, Any]]:
     folder = os.path.commonpath([path.absolute().parent for path in paths])
     return [
         {
-            "file": path.absolute().relative_to(folder).as_posix(),
+            "file": os.path.relpath(path, folder),
             "bytes": path.stat().st_size,
             "sha256": file_checksum(path),
         }

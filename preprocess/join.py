@@ -17,10 +17,11 @@ from xformer.data.display import say
 from xformer.data.errors import BadInput
 from xformer.data.files import atomic_directory, write_json
 from xformer.data.joined import open_stores
+from xformer.data.outputs import check_directory
 from xformer.data.store import JOINED, Store
 from xformer.data.writing import write_sums
 
-from .arguments import add_output, check_output_directory, command_origin
+from .arguments import add_output, command_origin
 
 ABOUT = "Make one store of several without copying their tokens."
 
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Join stores."""
-    check_output_directory(arguments.output, arguments.overwrite, "store.json")
+    check_directory(arguments.output, arguments.overwrite, ("store.json",))
     opened = [open_stores(path) for path in arguments.stores]
     alone = iter(in_order([store for store in opened if len(store.parts) == 1]))
     # what was joined before stays together

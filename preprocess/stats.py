@@ -16,10 +16,11 @@ from xformer.data.errors import BadInput, Failure
 from xformer.data.files import BLOCK as CHECKSUM_BLOCK
 from xformer.data.files import write_json
 from xformer.data.joined import open_stores
+from xformer.data.outputs import check_writable
 from xformer.data.store import IGNORED, TEXTS, Ragged, Store, no_store
 
 from . import stats_figure
-from .arguments import add_json, check_file
+from .arguments import add_json
 
 BLOCK = 2**22  # values read at once
 
@@ -231,7 +232,11 @@ def say_description(about: dict[str, Any]) -> None:
             value = split["cross_entropy_under_train"]
             say(f"  cross-entropy under the training unigrams {value:.4f} nats")
         if "labels" in split:
-            labels = [f"{label} {_short(count)}" for label, count in split["labels"].items()]
+            shown, most = split["labels"], stats_figure.CLASSES
+            if rest := max(len(shown) - most, 0):
+                shown = dict(Counter(shown).most_common(most))
+            labels = [f"{label} {_short(count)}" for label, count in shown.items()]
+            labels += [f"and {rest:,} rarer ones"] if rest else []
             say(f"  labels: {', '.join(labels)}")
 
 
@@ -297,8 +302,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print a store's description, write it with --json, and draw it with --figure."""
-    check_file(arguments.json)
-    check_file(arguments.figure)
+    for path in filter(None, (arguments.json, arguments.figure)):
+        check_writable(path)
     if arguments.figure is not None:
         stats_figure.check_figure(arguments.figure)
     store = open_stores(arguments.store)

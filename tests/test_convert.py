@@ -360,6 +360,7 @@ def without(name: str) -> Callable[[Path], None]:
 QUERY = "bert.encoder.layer.1.attention.self.query.weight"
 WORD = "bert.embeddings.word_embeddings.weight"
 NORM = "bert.encoder.layer.0.output.LayerNorm.bias"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 440\n"
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "malicious pickle": (evil_pickle, "pytorch_model.bin is refused"),
     "malicious tensor file": (evil_zip, "pytorch_model.bin is refused"),
@@ -372,6 +373,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut safetensors": (truncated("model.safetensors", 0.9), "not a complete safetensors file"),
     "cut header": (truncated("model.safetensors", 0.001), "not a complete safetensors file"),
     "empty safetensors": (truncated("model.safetensors", 0), "not a complete safetensors file"),
+    "pointer": (written("model.safetensors", POINTER), "is only a pointer of Git LFS; fetch"),
     "no weights": (without("model.safetensors"), "has neither model.safetensors nor pytorch"),
     "a tensor missing": (
         changed(QUERY, lambda w: None),

@@ -346,10 +346,9 @@ def test_what_cannot_be_left_out(tmp_path):
 def test_the_first_bad_rows_are_listed(tmp_path, capsys):
     path = tmp_path / "t.jsonl"
     path.write_text("{}\n" * 25 + '{"text": "good"}\n')
-    bad = BadRows(skip=True)
-    for _ in range(2):  # a file read twice
-        assert made(path, bad=bad) == ["good"]
-    bad.report()
+    with BadRows(skip=True) as bad:
+        for _ in range(2):  # a file read twice
+            assert made(path, bad=bad) == ["good"]
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "25 bad rows were left out; the first 10 are:"
     assert [line.split(": ")[0].strip() for line in said[1:]] == [

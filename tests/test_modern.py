@@ -106,10 +106,20 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
         lambda d: changed_config(d, layer_types=["sliding_attention"] * 4),
         "layer_types must name full_attention for every n-th layer",
     ),
+    "layers without end": (  # a list of them would fill the memory
+        "ModernBertForMaskedLM",
+        lambda d: changed_config(d, num_hidden_layers=10**15),
+        "layer_types must name full_attention for every n-th layer",
+    ),
     "scaled positions": (
         "ModernBertForMaskedLM",
         lambda d: changed_config(d, rope_parameters={"full_attention": {"rope_type": "yarn"}}),
-        "rotary positions of the type 'yarn' or scaled are not supported",
+        "rope_type='yarn' is not supported; it must be 'default'",
+    ),
+    "scaled positions of an earlier version": (
+        "ModernBertForMaskedLM",
+        lambda d: changed_config(d, rope_scaling={"factor": 2.0}),
+        "rope_scaling={'factor': 2.0} is not supported; it must be null",
     ),
     "different dropout": (
         "ModernBertForMaskedLM",

@@ -81,6 +81,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "t.tsv").write_text("text\tlabel\tscore\n" + "\n".join(lines) + "\n")
     (folder / "empty.txt").write_text("")
     (folder / "blank.txt").write_text("\n \n\n")
+    (folder / "packed.tar.gz").write_bytes(b"tar")
+    os.mkfifo(folder / "pipe")
     (folder / "bad.txt").write_bytes(b"fine\nalso fine\nnot \xff fine\n")
     return folder
 
@@ -730,14 +732,18 @@ REFUSED = [
     ([*TOK, "bpe", "--input", "bad.txt"], "bad.txt:3: not valid UTF-8"),
     ([*TOK, "wordpiece", "--input", "bad.txt"], "bad.txt:3: not valid UTF-8"),
     ([*TOK, "unigram", "--input", "bad.txt"], "bad.txt:3: not valid UTF-8"),
-    ([*TOK, "unigram", "--vocab-size", "5000"], "cannot make 5000 pieces"),
+    ([*TOK, "unigram", "--vocab-size", "5000"], r"5000 is too large for this text; .* most \d+$"),
+    ([*TOK, "unigram", "--vocab-size", "9"], r"9 is too small for this text; give at least \d+$"),
+    ([*TOK, "bpe", "--vocab-size", "1_000_000_000_000"], "must be at most 16777216"),
     ([*TOK, "bpe", "--alphabet", "ab"], "--alphabet goes with --kind symbols"),
     (["tokenizer", "--kind", "bpe", "--output", "out"], "--input is required"),
     (["tokenizer", "--output", "out"], "--alphabet makes one of letters, and --from imports one"),
     (["tokenizer", "--alphabet", "", "--output", "out"], "an alphabet needs at least one letter"),
-    ([*TOK, "bpe", "--output", "store", "--overwrite"], "store was not written by this command"),
+    ([*TOK, "bpe", "--output", "store", "--overwrite"], "store is a store, so it is not overwr"),
     ([*TEXT, "missing.txt"], "missing.txt does not exist"),
     ([*TEXT, "empty.txt"], "empty.txt is empty"),
+    ([*TEXT, "pipe"], "pipe is a device or a pipe, which cannot be read twice"),
+    ([*TEXT, "packed.tar.gz"], "packed.tar.gz is packed in a form that is not read; unpack it"),
     ([*TEXT, "wordpiece"], "wordpiece holds no non-empty file with a known extension"),
     ([*TEXT, "blank.txt"], "blank.txt: no text found, so train would be empty"),
     ([*TEXT, "corpus.txt", "--valid", "blank.txt"], "so valid would be empty"),
@@ -774,6 +780,7 @@ REFUSED = [
     (["task", "dna/splice", "--input", "bpe", "--output", "out"], "neither splice.data nor"),
     ([*NEST, "0"], "must be at least 1"),
     ([*NEST, "9", "--push", "1"], "between 0 and 1"),
+    ([*NEST, "9", "--vocab-size", "1_000_000_000_000"], "must be at most 16777216"),
     ([*NEST, "9", "--lengths", "9:3"], "LEAST <= MOST"),
     ([*NEST, "9", "--distinct", "40000"], "is too large: only 29995"),
     ([*NEST, "9", "--frequencies", "bpe"], "bpe is not a store"),
@@ -793,6 +800,26 @@ def test_refused(base, monkeypatch, arguments, phrase):
         here(monkeypatch, *arguments)
     assert "\n" not in str(caught.value)
     assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "out"),
+    [
+        ([*TEXT, "store/raw"], "store"),
+        ([*TSV, "store/raw"], "store"),
+        (["task", "squad", "--tokenizer", "wordpiece", "--train", "store/raw"], "store"),
+        (["pairs", "store", "--kind", "next"], "store"),
+        ([*NEST, "9", "--frequencies", "store"], "store"),
+        ([*TOK, "bpe", "--input", "wordpiece/tokenizer_meta.json"], "wordpiece"),
+    ],
+)
+def test_an_input_is_not_overwritten(base, monkeypatch, arguments, out):
+    monkeypatch.chdir(base)
+    raw = base / "store" / "raw"
+    raw.write_text("text\tlabel\na\tx\nb\ty\n")
+    with pytest.raises(BadInput, match=f"{out} contains the input .*; give another output"):
+        here(monkeypatch, *arguments, "--output", out, "--overwrite")
+    raw.unlink()
 
 
 @pytest.mark.parametrize(
@@ -843,6 +870,25 @@ def test_a_split_that_cannot_be_drawn(base, monkeypatch, tmp_path):
     (tmp_path / "t.tsv").write_text("text\tlabel\n" + "a\tx\nb\ty\n" * 50)
     with pytest.raises(BadInput, match="2 different examples, too few to be split 90/5/5"):
         here(monkeypatch, "task", "tsv", "--input", tmp_path / "t.tsv", *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[*TEXT, "t.tsv.txt"], [*TOK, "bpe", "--input", "t.tsv.txt"], [*TSV, "t.tsv.txt"]],
+    ids=["text", "tokenizer", "task"],
+)
+def test_bad_rows_are_listed_if_the_command_fails(base, monkeypatch, capsys, arguments):
+    """They may be why there is no text, or why the rows are too few."""
+    monkeypatch.chdir(base)
+    (base / "t.tsv.txt").write_bytes(b"text\tlabel\n\xff\tx\n" if "tsv" in arguments else b"\xff\n")
+    with pytest.raises(BadInput, match=r"no text found|holds no example"):
+        here(monkeypatch, *arguments, "--skip-bad")
+    assert "1 bad row was left out:\n  t.tsv.txt:" in capsys.readouterr().err
+
+
+def test_a_path_may_begin_with_two_slashes(base, tmp_path):
+    run(*TEXT, f"/{base}/corpus.txt", "--output", tmp_path / "s", folder=base)
+    assert open_store(tmp_path / "s").meta["origin"]["sources"][0]["file"] == "corpus.txt"
 
 
 def test_errors_reach_the_user_in_one_line_with_their_status(base):

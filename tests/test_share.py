@@ -173,7 +173,7 @@ def test_the_card_of_a_run(forks: Forks, data: Toys, run: Path, tmp_path: Path) 
     tuned, out = tmp_path / "tuned", tmp_path / "shared"
     options = [f"init={run}", 'surgery=[{op="reverse_layers"}]', "seed=3", "model.dropout=0.2"]
     good(forks.run(*training(CLASSIFY, data.classes, tuned, *SETTINGS, *options)))
-    good(export(forks, tuned, out, "--license", "mit"))
+    good(export(forks, tuned, out, "--license", "openrail++"))
     result = read_json(tuned / "result.json")
     [model] = metadata(out)["model-index"]
     assert model["name"] == "shared"
@@ -263,8 +263,9 @@ def test_every_kept_checkpoint_becomes_a_revision(
     forks: Forks, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    out = tmp_path / "all"
+    out = tmp_path / "all of them"
     done = good(export(forks, run, out, "--trajectory"))
+    assert f"python '{out}/upload.py' USER/NAME" in done.out
     names = ["step-0", "step-3", "step-5", "main"]
     assert f"{out}: 4 revisions: {', '.join(names)}" in done.out
     assert {path.name for path in out.iterdir()} == {*names, "upload.py"}
@@ -282,7 +283,7 @@ def test_every_kept_checkpoint_becomes_a_revision(
         again = hf.from_hf(out / name).checkpoint.weights
         assert again.keys() == ours.keys()
         assert all(torch.equal(weight, again[each]) for each, weight in ours.items())
-        assert f"# all, {name}\n" in text_of(out / name)
+        assert f"# all of them, {name}\n" in text_of(out / name)
         assert "checkpoints: `step-0`, `step-3`, `step-5`, `main`" in text_of(out / name)
     # step 3 was validated, steps 0 and 5 were not
     assert ["model-index" in metadata(out / name) for name in names] == [False, True, False, True]

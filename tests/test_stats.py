@@ -197,11 +197,12 @@ def test_many_classes_are_summed_up():
 @pytest.mark.parametrize(
     ("option", "file", "phrase"),
     [
-        ("--figure", "nowhere/f.png", "nowhere does not exist, so f.png cannot be written there"),
+        ("--figure", "nowhere/f.png", "f.png cannot be written: .*nowhere is not a directory"),
         ("--figure", "f.xyz", "f.xyz: no figure can have this ending; give .png, .pdf or .svg"),
         ("--figure", "f", "give .png, .pdf or .svg"),
-        ("--figure", "s", "s is a directory; give a file"),
-        ("--json", "nowhere/f.json", "nowhere does not exist"),
+        ("--figure", "s", "s cannot be written: it is a directory; give a file"),
+        ("--json", "nowhere/f.json", "nowhere is not a directory"),
+        ("--json", "s/store.json", "store.json belongs to a store"),
     ],
 )
 def test_refused(tmp_path, monkeypatch, capsys, option, file, phrase):
@@ -211,6 +212,16 @@ def test_refused(tmp_path, monkeypatch, capsys, option, file, phrase):
     assert "\n" not in str(caught.value)
     assert capsys.readouterr().out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+def test_only_the_most_frequent_classes_are_printed(capsys):
+    names = {f"class {i}": i for i in range(1000)}
+    split = {"rows": 9, "tokens": 9, "lengths": {}, "labels": names}
+    about = {"store": "s", "kind": "class", "metric": None, "vocab_size": 9}
+    stats.say_description(about | {"splits": {"train": split}})
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("  labels: class 999 999, class 998 998, ")
+    assert line.endswith("class 976 976, and 976 rarer ones")
 
 
 # ------------------------------------------------------------------------------ progress, verify

@@ -188,6 +188,15 @@ def test_what_is_wrong_is_named(
         assert store.meta["origin"]["skipped_rows"] == 1
 
 
+def test_a_sentence_with_a_bad_line_is_left_out(make: Make, tmp_path: Path) -> None:
+    """Not only its line, as CoNLL 2002 in Latin-1 would lose a part of its words."""
+    (tmp_path / "raw").mkdir()
+    text = "\xfc\tO\na\tO\n\na\tO\n\xfc\tB-X\n\nb\tB-X\na\tO\n\n\xfc\tO\n\nb\tB-X\n\xfc\tO\n"
+    (tmp_path / "raw" / "a.tsv").write_bytes(f"{text}\nb\tO\n".encode("latin-1"))
+    store = make({}, "conll", "--train", "a.tsv", "--skip-bad")
+    assert words(store, "train") == [[("b", "B-X"), ("a", "O")], [("b", "O")]]
+
+
 # ------------------------------------------------------------------------------ FLIP's directories
 
 FLIP = {
@@ -216,8 +225,8 @@ def test_flip(make: Make, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "phrase"),
     [
-        ("sequences", "MKV", "MK", r"sampled\.fasta:1: a-A has 3 amino acids, 4 labels and 4 m"),
-        ("mask", "1101", "11", "a-A has 4 amino acids, 4 labels and 2 marks"),
+        ("sequences", "MKV", "MK", r"sampled\.fasta:1: a-A has 3 amino acids, 4 labels; the"),
+        ("mask", "1101", "11", "a-A has 4 amino acids, 4 labels, 2 marks in mask.fasta; the"),
         ("sequences", ">d-D", ">e", "d-D is not in sequences.fasta"),
         ("sequences", "MKV", "MK1", "a-A: letters other than .*: '1'"),
         ("sampled", "SET=test", "SET=best", r"sampled\.fasta:7: c-C: SET is 'best'"),

@@ -1058,6 +1058,18 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
         2,
     ),
     (
+        {"train.jsonl": '{"t": "a", "l": 0}\n{"t": "b", "l": NaN}\n{"t": "c", "l": 1}\n'},
+        [*T, "--input", "."],
+        r"train\.jsonl:2: the label is empty",
+        2,
+    ),
+    (
+        {"train.tsv": TSV.replace("x", "1").replace("y", "1e39") + "c\t2\nd\t3e38\n"},
+        [*T, "--kind", "score", "--input", "."],
+        r"train\.tsv:3: the score '1e39' is not a number below 3\.4e38",
+        3,
+    ),
+    (
         {"train.jsonl": '{"t": "a", "l": 0}\n{"t": "b", "l": 1}\n{"t": "b"}\nnull\n'},
         [*T, "--input", "."],
         r"train\.jsonl:3: there is no 'l'",

@@ -162,9 +162,11 @@ def test_the_commands(tmp_path):
         ["7", "2", "1"],
     ]
     assert json.loads((tmp_path / "o.json").read_text())["shared"] == 1
+    done = good(command("preprocess.py", "vocab-overlap", "micro/english", vocabulary))
+    assert done.out.splitlines()[1].split()[:2] == ["english", "8,192"]
     refused(command("preprocess.py", "english-contexts", vocabulary), "is not a store")
     refused(command("preprocess.py", "vocab-overlap", vocabulary, tmp_path / "x"), "x does not")
     refused(
         command("preprocess.py", "vocab-overlap", vocabulary, vocabulary, "--json", tmp_path),
-        "is a directory; give a file",
+        "it is a directory; give a file",
     )

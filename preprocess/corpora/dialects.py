@@ -26,8 +26,9 @@ from xformer.data import masking
 from xformer.data.display import say
 from xformer.data.files import atomic_directory
 from xformer.data.hashing import key, keys
+from xformer.data.outputs import check_directory
 
-from ..arguments import add_output, check_output_directory
+from ..arguments import add_output
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = [first + vowel for first in "bdgklmst" for vowel in "aeio"]
@@ -152,7 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Write the text and the task."""
-    check_output_directory(arguments.output, arguments.overwrite, "best.json")
+    check_directory(arguments.output, arguments.overwrite, ("best.json",))
     started = time.monotonic()
     with atomic_directory(arguments.output, arguments.overwrite) as directory:
         reached = write(directory)

@@ -96,7 +96,7 @@ def files_of_part(paths: Sequence[Path], part: tuple[int, int]) -> list[tuple[Pa
 
 
 def _part_at(place: int, total: int, parts: int) -> int:
-    """The number of the part to which the first `place` of `total` bytes reach."""
+    """The number of the part, from 1, in which byte `place` of `total` lies."""
     return max(1, -(-place * parts // total))
 
 

@@ -55,8 +55,8 @@ def find_files(arguments: Sequence[str], form: str | None = None) -> list[Path]:
                 raise BadInput(f"{argument} matches no non-empty file; check the pattern")
             files += matches
         else:
-            check_files([Path(argument)])
             files.append(Path(argument))
+    check_files(files)
     return files
 
 

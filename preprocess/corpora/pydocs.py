@@ -37,8 +37,9 @@ from pathlib import Path
 from xformer.data.display import Progress, say
 from xformer.data.errors import Failure
 from xformer.data.files import atomic_directory
+from xformer.data.outputs import check_directory
 
-from ..arguments import add_output, check_output_directory
+from ..arguments import add_output
 
 # Distributors leave out tkinter and turtle, and newer Pythons have no distutils. So their text is
 # used if it is there, but no class depends on it.
@@ -372,7 +373,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Write the text and the tasks."""
-    check_output_directory(arguments.output, arguments.overwrite, "english.txt")
+    check_directory(arguments.output, arguments.overwrite, ("english.txt",))
     started = time.monotonic()
     counts = write(arguments.output, arguments.overwrite)
     written = ", ".join(f"{count:,} {what}" for what, count in counts.items())

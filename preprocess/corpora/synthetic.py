@@ -44,12 +44,12 @@ from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput, Failure
 from xformer.data.joined import open_stores
-from xformer.data.store import Store
+from xformer.data.outputs import check_directory
+from xformer.data.store import MAX_PIECES, Store
 from xformer.data.writing import SplitWriter, create_store
 
 from ..arguments import (
     add_output,
-    check_output_directory,
     command_origin,
     fraction,
     length_range,
@@ -412,7 +412,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     )
     add(
         "--vocab-size",
-        type=whole_number(6),
+        type=whole_number(6, MAX_PIECES),
         metavar="N",
         help=f"Size of the vocabulary, including five special ids (default: {size}).",
     )
@@ -484,7 +484,8 @@ def _add_distribution(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Generate an artificial corpus."""
-    check_output_directory(arguments.output, arguments.overwrite, "store.json")
+    read = [arguments.frequencies] if arguments.frequencies else []
+    check_directory(arguments.output, arguments.overwrite, ("store.json",), *read)
     frequencies = open_stores(arguments.frequencies) if arguments.frequencies else None
     corpus = Corpus(
         arguments.generator,

@@ -15,6 +15,7 @@ from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
+from xformer.data.outputs import check_directory
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
@@ -22,7 +23,6 @@ from ..arguments import (
     add_output,
     add_skip_lines,
     add_tokenizer,
-    check_output_directory,
     command_origin,
     part_number,
     say_written,
@@ -257,13 +257,13 @@ def _longest(tokenizer: Path, given: int | None) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     """Encode text files into a store."""
-    check_output_directory(arguments.output, arguments.overwrite, "store.json")
     named = {"train": arguments.input, "valid": arguments.valid, "test": arguments.test}
     splits = {
         name: inputs.find_files(paths, arguments.format) for name, paths in named.items() if paths
     }
     inputs.check_distinct(splits)
     files = [path for paths in splits.values() for path in paths]
+    check_directory(arguments.output, arguments.overwrite, ("store.json",), *files)
     formats = {arguments.format or inputs.format_of(path) for path in files}
     if arguments.lines and "text" not in formats:
         raise BadInput(
@@ -277,18 +277,18 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.lines, arguments.skip_lines, arguments.format, arguments.field, bad
     )
     started = time.monotonic()
-    written = write_text_store(
-        arguments.output,
-        splits,
-        tokenizer,
-        options,
-        _longest(arguments.tokenizer, arguments.max_tokens),
-        command_origin(),
-        arguments.overwrite,
-        workers,
-        arguments.documents,
-        arguments.part,
-    )
-    bad.report()
+    with bad:
+        written = write_text_store(
+            arguments.output,
+            splits,
+            tokenizer,
+            options,
+            _longest(arguments.tokenizer, arguments.max_tokens),
+            command_origin(),
+            arguments.overwrite,
+            workers,
+            arguments.documents,
+            arguments.part,
+        )
     size = sum(path.stat().st_size for path in files) if arguments.part is None else 0
     say_written(arguments.output, written, started, size)

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from xformer.data.arguments import whole_number
+from xformer.data.display import many
 from xformer.data.errors import BadInput
 
 from ..bad import BadRows
@@ -119,20 +120,16 @@ class QuestionColumns:
         endings = [str(item) for item in items]
         if any(HALF.search(ending) for ending in endings):
             raise ValueError(f"column {name!r} holds half of a surrogate pair")
+        count = many(len(endings), "ending")
         if len(endings) < 2:
-            raise ValueError(f"column {name!r} lists {_endings(len(endings))}; give two or more")
+            raise ValueError(f"column {name!r} lists {count}; give two or more")
         self.choices = self.choices or len(endings)
         if len(endings) != self.choices:
             raise ValueError(
-                f"column {name!r} lists {_endings(len(endings))}; the first question has "
-                f"{self.choices}, and all questions need the same number"
+                f"column {name!r} lists {count}; the first question has {self.choices}, and all "
+                "questions need the same number"
             )
         return endings
-
-
-def _endings(count: int) -> str:
-    """A number of endings, for a message."""
-    return f"{count} ending{'s' * (count != 1)}"
 
 
 def ending_of(label: str, first: int, choices: int) -> int:

@@ -29,11 +29,12 @@ from xformer.data import tokenizers
 from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
+from xformer.data.outputs import check_directory
 from xformer.data.store import IGNORED, NO_LABEL, ORDER, UNLABELLED, UNSEEN, is_bio
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import add_output, check_output_directory, command_origin, say_written
+from ..arguments import add_output, command_origin, say_written
 from ..bad import BadRows
 from ..binarize import BATCH, check_exists, check_files, sources
 from ..words import CachedEncoder
@@ -50,6 +51,7 @@ SHARES = {"test": 0.05, "valid": 0.05}
 VALID_SHARE = 0.1
 MAX_CLASSES = 20_000
 MANY_CLASSES = 50  # so many labels should occur more than once
+LARGEST_SCORE = float(np.finfo(np.float32).max)
 LONGEST_TEXT = 2**24  # characters in one row, which is held in memory as a whole
 
 
@@ -253,8 +255,8 @@ def _fault(task: TaskSource, row: Row) -> str | None:
         may_lack = row.split.startswith("test") or (task.kind == "choice" and row.split == "valid")
         return None if may_lack else "the label is empty"
     if task.kind == "score":
-        finite = math.isfinite(_number(row.label))
-        return None if finite else f"the score {row.label!r} is not a number"
+        fits = abs(_number(row.label)) <= LARGEST_SCORE  # false for NaN too
+        return None if fits else f"the score {row.label!r} is not a number below 3.4e38"
     for label in _classes(task, row.label):
         if task.labels and label not in task.labels:
             return f"label {label!r} is not one of {', '.join(task.labels)}"
@@ -309,7 +311,6 @@ def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> 
         if split and split not in survey.rows:
             raise BadInput(f"{path} holds no example, so the split {split} would be empty")
     if not survey.rows:
-        task.bad.report()
         raise BadInput(f"{task.files[0]} holds no example that can be used")
     return survey
 
@@ -722,7 +723,10 @@ def run(
     name: str, read: Callable[[argparse.Namespace], TaskSource], arguments: argparse.Namespace
 ) -> None:
     """Encode the task `name`, read by `read`, into a store."""
-    check_output_directory(arguments.output, arguments.overwrite, "store.json")
+    given = [arguments.train, arguments.valid, arguments.test]
+    inputs = [path for paths in given for path in paths or ()]
+    inputs += [arguments.input] if arguments.input is not None else []
+    check_directory(arguments.output, arguments.overwrite, ("store.json",), *inputs)
     if arguments.input is not None:
         check_exists(arguments.input)
     tokenizer = tokenizers.load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
@@ -736,16 +740,15 @@ def run(
     tokenizer = tokenizer or task.tokenizer
     if tokenizer is None:
         raise BadInput("--tokenizer is required for this task: it has no alphabet of its own")
-    written = write_task(
-        task,
-        arguments.output,
-        tokenizer,
-        arguments.seed,
-        command_origin(),
-        arguments.overwrite,
-        arguments.stratify,
-    )
-    task.bad.report()
-    task.left_out.report()
+    with task.left_out, task.bad:
+        written = write_task(
+            task,
+            arguments.output,
+            tokenizer,
+            arguments.seed,
+            command_origin(),
+            arguments.overwrite,
+            arguments.stratify,
+        )
     size = sum(path.stat().st_size for path in task.files)
     say_written(arguments.output, written, started, size)

@@ -25,10 +25,11 @@ from xformer.data.arguments import whole_number
 from xformer.data.display import Progress
 from xformer.data.errors import BadInput
 from xformer.data.joined import open_stores
+from xformer.data.outputs import check_directory
 from xformer.data.store import Ragged
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import add_output, check_output_directory, command_origin, say_written
+from ..arguments import add_output, command_origin, say_written
 
 ABOUT = "Draw pairs of rows: next sentence, sentence order, or same protein family."
 CLASSES = {
@@ -73,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Draw the pairs of every split of a store, and write them."""
-    check_output_directory(arguments.output, arguments.overwrite, "store.json")
+    check_directory(arguments.output, arguments.overwrite, ("store.json",), arguments.store)
     source, kind = open_stores(arguments.store), arguments.kind
     store_kind, needed = NEEDS[kind]
     for name in source.splits:

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xformer.data.display import say
+from xformer.data.display import many, say
 from xformer.data.errors import BadInput
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import create_store
@@ -79,8 +79,6 @@ def write_rows(
     if not recorded and head["kind"] in ("classify", "regress"):  # an imported head: the user says
         pair = pair or len(given) == 2
     record = HeadRecord(head["kind"], labels, pair, head["max_tokens"], recorded, given, key)
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise BadInput(f"{path} is a device or a pipe, which cannot be read twice; give a file")
     if not path.is_dir() or not _is_music(record):
         check_files([path])
     if record.kind == "span":
@@ -223,7 +221,8 @@ def _table(
     if given and len(given) != len(names):
         needed = " and ".join(repr(options[0]) if options else "the text" for options in names)
         raise BadInput(
-            f"columns= names {_count_columns(given)}, but a row needs {len(names)}, for {needed}"
+            f"columns= names {many(len(given), 'column')}, but a row needs {len(names)}, for "
+            f"{needed}"
         )
     names = [[name] for name in given] or names
     table, columns = _open(path, names, form)
@@ -234,7 +233,7 @@ def _table(
         _refuse_key(path, head, "has no header")
         for line, row in table.delimited(STRICT):
             if len(row) != len(names):
-                raise BadInput(f"{path}:{line}: {_count_columns(row)} instead of {len(names)}")
+                raise BadInput(f"{path}:{line}: {many(len(row), 'column')} instead of {len(names)}")
             yield line, row, None
         if report_no_header:
             header = " and ".join(repr(options[0]) for options in names if options) or "line"
@@ -300,9 +299,9 @@ def _wrong_header(path: Path, header: list[str], names: Names) -> BadInput:
     if lacking:
         lacks = f"the header lacks the column{'s' * (len(lacking) > 1)} {' and '.join(lacking)}; "
     has = ", ".join(repr(name if len(name) <= 40 else f"{name[:37]}...") for name in header[:20])
-    hint = f"; a file without a header must have {_count_columns(names)}"
+    hint = f"; a file without a header must have {many(len(names), 'column')}"
     hint = "" if extension(path) == ".csv" else hint
-    return BadInput(f"{path}:1: {lacks}it has {_count_columns(header)}, {has}{hint}; {OTHERS}")
+    return BadInput(f"{path}:1: {lacks}it has {many(len(header), 'column')}, {has}{hint}; {OTHERS}")
 
 
 def _numbered(names: Names, width: int) -> list[str]:
@@ -319,11 +318,6 @@ def _first_row(path: Path, form: Form) -> list[str]:
     """The first row of a delimited file, which may be its header."""
     table = RowTable(path, replace(form, header=False))
     return next(table.delimited(BadRows(skip=True)), (0, [""]))[1]
-
-
-def _count_columns(columns: Sequence[Any]) -> str:
-    """How many columns there are, for a message."""
-    return f"{len(columns)} column{'s' * (len(columns) != 1)}"
 
 
 # ------------------------------------------------------------------------------ sequences

@@ -25,15 +25,15 @@ import numpy as np
 
 from xformer.data import tokenizers
 from xformer.data.arguments import whole_number
-from xformer.data.display import Progress, say
+from xformer.data.display import Progress, many, say
 from xformer.data.errors import BadInput
+from xformer.data.outputs import check_directory
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
 from ..arguments import (
     add_output,
     add_tokenizer,
-    check_output_directory,
     command_origin,
     say_written,
 )
@@ -151,8 +151,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Encode SQuAD into a store."""
-    check_output_directory(arguments.output, arguments.overwrite, "store.json")
     files = _files(arguments)
+    check_directory(arguments.output, arguments.overwrite, ("store.json",), *files.values())
     tokenizer = tokenizers.load_tokenizer(arguments.tokenizer)
     extra = 2 + tokenizer.pair_separators
     room = arguments.max_tokens - arguments.max_question - extra
@@ -170,8 +170,10 @@ def run(arguments: argparse.Namespace) -> None:
             f"{max(1, room // 2)}"
         )
     started = time.monotonic()
-    bad = BadRows(arguments.skip_bad)
-    with create_store(arguments.output, tokenizer, COLUMNS, RAGGED, arguments.overwrite) as store:
+    with (
+        BadRows(arguments.skip_bad) as bad,
+        create_store(arguments.output, tokenizer, COLUMNS, RAGGED, arguments.overwrite) as store,
+    ):
         counts = {}
         for name, paragraphs in _by_split(files, bad, arguments.seed).items():
             with store.split(name) as split:
@@ -192,10 +194,9 @@ def run(arguments: argparse.Namespace) -> None:
         }
         store.finish("span", [], "f1", record | bad.as_origin())
         written = store.splits
-    bad.report()
     for name, count in counts.items():
         say(
-            f"{name}: {len(count.articles):,} articles, {count.questions:,} questions, "
+            f"{name}: {many(len(count.articles), 'article')}, {many(count.questions, 'question')}, "
             f"{count.questions - count.answerable:,} without an answer, {count.answerable:,} with "
             f"one; the tokens of {count.exact:,} answers reproduce the exact text"
         )
@@ -208,7 +209,6 @@ def _by_split(files: dict[str, Path], bad: BadRows, seed: int) -> dict[str, list
     for name, path in files.items():
         paragraphs = list(read_articles(path, bad, name in ("", "train")))
         if not any(questions for *_, questions in paragraphs):
-            bad.report()
             raise BadInput(f"{path} holds no question that can be used")
         if name:
             splits[name] = paragraphs

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from xformer.data.display import say
+from xformer.data.display import many, say
 from xformer.data.errors import BadInput, lacks
 
 from ..bad import BadRows
@@ -171,7 +171,7 @@ class RowTable:
             next(rows, None)
         for line, row in rows:
             if len(row) < width or (self.form.header and len(row) > width):
-                count = f"{len(row)} column{'s' if len(row) != 1 else ''}"
+                count = many(len(row), "column")
                 bad(self.path, line, f"{count} instead of {width}{self.form.hint}")
             else:
                 yield line, [row[place] for place in places]
@@ -297,7 +297,8 @@ class RowTable:
                     f"column {name!r} is {str(value)[:40]!r}, which is neither text nor a number",
                 )
                 return None
-            text = None if value is None else str(value)
+            # a number that is not equal to itself is NaN, which pandas writes for a missing value
+            text = None if value is None or value != value else str(value)
             if text is not None and not text.isascii() and HALF.search(text):
                 bad(self.path, line, f"column {name!r} holds half of a surrogate pair")
                 return None

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from xformer.data import vocabularies
 from xformer.data.arguments import whole_number
+from xformer.data.display import many
 from xformer.data.errors import BadInput
 from xformer.data.store import NO_LABEL
 
@@ -140,7 +141,7 @@ def columns_of(path: Path, split: str, word: int, label: int | None) -> ConllCol
         for_words = f"{word} for the words; see --word"
         for_labels = f"{label} for the labels (the words are in column {word}); see --label"
         raise BadInput(
-            f"the first line of {path} has {width} column{'s' * (width != 1)}; there is no column "
+            f"the first line of {path} has {many(width, 'column')}; there is no column "
             f"{for_words if word > width else for_labels}"
         )
     return columns._replace(width=width, label=label - 1 if labelled else None)
@@ -170,25 +171,30 @@ def sentences(
 def _blocks(
     path: Path, columns: ConllColumns, bad: BadRows
 ) -> Iterator[list[tuple[int, list[str]]]]:
-    """Yield the words between two blank lines, each as (line number, columns)."""
+    """Yield the words between two blank lines, each as (line number, columns). A
+    sentence is left out if one of its lines is bad."""
     block: list[tuple[int, list[str]]] = []
+    last, whole = 0, True
     for at, line in read_lines(path, bad):
+        whole &= at == last + 1  # no line number is missing
+        last = at
         if line.strip():
             fields = columns.split(line)
             is_extra = columns.word > 0 and EXTRA_LINE.fullmatch(fields[0])
             if not is_extra and not columns.is_comment(line):
                 block.append((at, fields))
-        elif block:
-            yield block
-            block = []
-    if block:
+        else:
+            if block and whole:
+                yield block
+            block, whole = [], True
+    if block and whole:
         yield block
 
 
 def _fault(fields: list[str], columns: ConllColumns) -> str:
     """Why a line cannot be used; "" if it can."""
     if len(fields) != columns.width:
-        count = f"{len(fields)} column{'s' * (len(fields) != 1)}"
+        count = many(len(fields), "column")
         return f"{count} instead of the {columns.width} of the file's first line"
     for what, column in (("word", columns.word), ("label", columns.label)):
         if column is not None and len(fields[column].split()) != 1:
@@ -274,8 +280,7 @@ def _protein_fault(name: str, protein: str, labels: str, marks: str) -> str:
     if fault := sequence_fault(protein, LETTERS):
         return f"{name}: {fault}"
     if not len(protein) == len(labels) == len(marks):
-        return (
-            f"{name} has {len(protein)} amino acids, {len(labels)} labels and "
-            f"{len(marks)} marks in mask.fasta"
-        )
+        marked = f", {len(marks)} marks in mask.fasta" if len(marks) != len(labels) else ""
+        counts = f"{len(protein)} amino acids, {len(labels)} labels{marked}"
+        return f"{name} has {counts}; the numbers must be equal"
     return ""

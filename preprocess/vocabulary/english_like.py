@@ -18,12 +18,13 @@ from xformer.data import published, tokenizers
 from xformer.data.display import Progress, say
 from xformer.data.english import english_pieces
 from xformer.data.errors import BadInput
-from xformer.data.files import write_json
+from xformer.data.files import installed, write_json
 from xformer.data.joined import open_stores
-from xformer.data.store import Ragged, Store
+from xformer.data.outputs import check_writable
+from xformer.data.store import TEXTS, Ragged, Store
 from xformer.data.tokenizers import Tokenizer
 
-from ..arguments import add_json, check_file
+from ..arguments import add_json
 
 WINDOW = 10  # pieces in a context
 THRESHOLD = 5  # a context with more English-like pieces than this is English-like
@@ -54,7 +55,7 @@ def contexts(store: Store, split: str, bar: Progress) -> dict[str, int]:
     like[list(english_pieces(store.tokenizer()))] = 1
     totals = dict.fromkeys(("windows", "english_like", "disjoint", "disjoint_english_like"), 0)
     columns = store.split(split).columns
-    for name in columns.keys() & {"tokens", "tokens_b"}:  # other columns hold no token ids
+    for name in columns.keys() & set(TEXTS):  # other columns hold no token ids
         for counts, disjoint in _windows(columns[name], like, bar):
             many = counts > THRESHOLD
             totals["windows"] += len(many)
@@ -107,7 +108,12 @@ def describe_contexts(store: Store) -> dict[str, Any]:
             f"{store.path} has no row of {WINDOW} pieces, so there is no context in it; give a "
             "store with longer rows"
         )
-    return {"store": store.path.name, "window": WINDOW, "more_than": THRESHOLD, "splits": splits}
+    return {
+        "store": store.path.resolve().name,
+        "window": WINDOW,
+        "more_than": THRESHOLD,
+        "splits": splits,
+    }
 
 
 def _share(part: int, whole: int) -> float | None:
@@ -122,7 +128,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
     Raises BadInput if there is none.
     """
-    ours = (path / tokenizers.META).is_file() or (path / "result.json").is_file()
+    real = installed(path)
+    ours = (real / tokenizers.META).is_file() or (real / "result.json").is_file()
     return tokenizers.load_tokenizer(path) if ours else published.import_tokenizer(path)
 
 
@@ -141,7 +148,8 @@ def add_overlap_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_overlap(arguments: argparse.Namespace) -> None:
     """Print the overlap of two vocabularies, and write it with --json."""
-    check_file(arguments.json)
+    if arguments.json is not None:
+        check_writable(arguments.json)
     paths = [arguments.a, arguments.b]
     names = [path.name or str(path) for path in paths]
     numbers = {"vocabularies": names, **overlap(*map(read_tokenizer, paths))}
@@ -167,7 +175,8 @@ def add_contexts_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_contexts(arguments: argparse.Namespace) -> None:
     """Print the share of a store's contexts that are English-like, and write it with --json."""
-    check_file(arguments.json)
+    if arguments.json is not None:
+        check_writable(arguments.json)
     shares = describe_contexts(open_stores(arguments.store))
     what = f"contexts of {WINDOW} pieces with more than {THRESHOLD} English-like ones"
     say(f"{shares['store']}: {what}")

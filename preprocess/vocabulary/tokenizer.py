@@ -13,10 +13,11 @@ from xformer.data import published, tokenizers, vocabularies
 from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
-from xformer.data.files import atomic_directory
+from xformer.data.files import atomic_directory, what_is
+from xformer.data.outputs import check_directory
 from xformer.data.store import MAX_PIECES
 
-from ..arguments import add_output, add_skip_lines, check_output_directory
+from ..arguments import add_output, add_skip_lines
 from ..bad import BadRows
 from ..corpora import inputs
 from ..corpora.documents import TextOptions, read_documents
@@ -120,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_skip_lines(parser)
     add(
         "--vocab-size",
-        type=whole_number(6),
+        type=whole_number(6, MAX_PIECES),
         metavar="N",
         help="The number of pieces in the vocabulary, including the five special tokens. A small "
         "text may yield fewer. Required with --input, except for --kind symbols, which takes all "
@@ -141,10 +142,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cased",
         action="store_true",
         help="Keep upper case and accents with --kind wordpiece (default: lower-case the text and "
-        "strip accents; other kinds keep both). With --from, this applies to BERT's and ALBERT's "
-        "vocabularies if "
-        "neither a tokenizer_config.json nor a tokenizer.json beside the file gives "
-        "do_lower_case; ALBERT always strips accents.",
+        "strip accents; other kinds keep both). With --from, this is for BERT's and ALBERT's "
+        "vocabularies without a tokenizer_config.json or tokenizer.json that gives "
+        "do_lower_case. ALBERT always strips accents.",
     )
     add(
         "--alphabet",
@@ -158,9 +158,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Train a tokenizer, make one from an alphabet, or import a published one."""
     kind, output = arguments.kind, arguments.output
-    check_output_directory(
-        output, arguments.overwrite, tokenizers.META, ("store.json", "config.json")
-    )
+    read = [*map(Path, arguments.input), *([arguments.source] if arguments.source else [])]
+    check_directory(output, arguments.overwrite, (tokenizers.META,), *read)
+    if output.exists() and (what := what_is(output)) != "a tokenizer":
+        raise BadInput(f"{output} is {what}, so it is not overwritten; give another output")
     started = time.monotonic()
     note = ""
     if arguments.source is not None:
@@ -200,8 +201,8 @@ def run(arguments: argparse.Namespace) -> None:
             skip=arguments.skip_lines, format=arguments.format, json_field=arguments.field, bad=bad
         )
         most = arguments.vocab_size or MAX_PIECES
-        tokenizer = learn(kind, files, most, not arguments.cased, options)
-        bad.report()
+        with bad:
+            tokenizer = learn(kind, files, most, not arguments.cased, options)
         if kind != "symbols" and len(tokenizer) < arguments.vocab_size:
             note = " (the text yields no more)"
     with atomic_directory(output, arguments.overwrite) as directory:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from xformer.data.arguments import CommandParser, add_checkpoint, add_out, whole_number
@@ -147,7 +149,7 @@ def _add_inspect(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 def _license(text: str) -> str:
     """An identifier of a licence. Raises ArgumentTypeError for anything else."""
-    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", text):
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not an identifier of a licence, such as mit or apache-2.0"
         )
@@ -211,7 +213,8 @@ def _export_hf(arguments: argparse.Namespace) -> None:
     if arguments.trajectory:
         names = share.export_trajectory(source, out, licence, overwrite)
         say(f"{out}: {len(names)} revisions: {', '.join(names)}")
-        say(f"to upload each as a revision of the same name: python {out}/upload.py USER/NAME")
+        script = shlex.quote(str(out / "upload.py"))
+        say(f"to upload each as a revision of the same name: python {script} USER/NAME")
         return
     checkpoint, family = share.export(source, out, licence, overwrite)
     head = checkpoint.head.kind if checkpoint.head else "none"
@@ -226,8 +229,6 @@ def _export_hf(arguments: argparse.Namespace) -> None:
 
 def _halve(arguments: argparse.Namespace) -> None:
     """Copy a checkpoint with weights in fp16. Raises BadInput if a weight is too large for that."""
-    from dataclasses import replace
-
     from xformer import checkpoint as checkpoints
 
     check_directory(arguments.out, arguments.overwrite, CHECKPOINT, Path(arguments.checkpoint))

@@ -54,6 +54,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+LFS = b"version https://git-lfs."  # how a file begins that a clone without Git LFS leaves
 # sentence-transformers: the modules that have no weights of their own, and its config files
 MODULE = re.compile(r"\.(Transformer|Pooling|Normalize)$")
 SENTENCE = ("config_sentence_transformers.json", "sentence_bert_config.json")
@@ -192,10 +193,18 @@ def _read_tensors(directory: Path) -> tuple[list[Path], dict[str, Tensor]]:
     for name, read in (("model.safetensors", load_tensors), ("pytorch_model.bin", read_pickle)):
         index = directory / f"{name}.index.json"
         if (directory / name).is_file():
+            _refuse_pointer(directory / name)
             return [directory / name], read(directory / name)
         if index.is_file():
             return _read_shards(index, read)
     raise BadInput(f"{directory} has neither model.safetensors nor pytorch_model.bin")
+
+
+def _refuse_pointer(file: Path) -> None:
+    """Raise BadInput if Git LFS has left a pointer in place of the weights."""
+    with file.open("rb") as start:
+        if start.read(len(LFS)) == LFS:
+            raise BadInput(f"{file} is only a pointer of Git LFS; fetch the file by `git lfs pull`")
 
 
 def _read_shards(
@@ -214,6 +223,7 @@ def _read_shards(
         raise BadInput(f"{index.parent / lost[0]} does not exist, although {index.name} names it")
     tensors: dict[str, Tensor] = {}
     for shard in shards:
+        _refuse_pointer(index.parent / shard)
         own = read(index.parent / shard)
         if twice := sorted(set(own) & set(tensors)):
             raise BadInput(f"{index.parent / shard} holds {twice[0]}, and so does another shard")

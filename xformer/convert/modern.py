@@ -84,9 +84,10 @@ def _base(meta: dict[str, Any], kind: str, file: Path) -> Any:
     groups = meta.get("rope_parameters")
     given = groups.get(kind) if isinstance(groups, dict) else None
     given = given if isinstance(given, dict) else {}
-    form = given.get("rope_type", "default")
-    if form != "default" or meta.get("rope_scaling") is not None:
-        raise BadInput(f"{file}: rotary positions of the type {form!r} or scaled are not supported")
+    if (form := given.get("rope_type", "default")) != "default":
+        raise BadInput(f"{file}: rope_type={form!r} is not supported; it must be 'default'")
+    if (scaling := meta.get("rope_scaling")) is not None:
+        raise BadInput(f"{file}: rope_scaling={scaling!r} is not supported; it must be null")
     return given.get("rope_theta")
 
 
@@ -97,7 +98,8 @@ def _every(meta: dict[str, Any], layers: Any, file: Path) -> int:
     for number in tried:
         if not isinstance(number, int) or number < 1:
             raise BadInput(f"{file}: global_attn_every_n_layers={number!r} must be at least 1")
-        if kinds is None or kinds == _kinds(number, layers):
+        # the lengths are compared first, because the config may claim any number of layers
+        if kinds is None or (len(kinds) == layers and kinds == _kinds(number, layers)):
             return number
     raise BadInput(
         f"{file}: layer_types must name full_attention for every n-th layer from the first on, and "
@@ -105,10 +107,9 @@ def _every(meta: dict[str, Any], layers: Any, file: Path) -> int:
     )
 
 
-def _kinds(every: int, layers: Any) -> list[str]:
+def _kinds(every: int, layers: int) -> list[str]:
     """The kind of each layer's attention, in their words."""
-    count = layers if isinstance(layers, int) else 0
-    return [KINDS[i % every > 0] for i in range(count)]
+    return [KINDS[i % every > 0] for i in range(layers)]
 
 
 def _esm(meta: dict[str, Any], file: Path) -> dict[str, Any]:

@@ -51,10 +51,12 @@ def check_directory(out: Path, overwrite: bool, marks: tuple[str, ...], *read: P
     if not out.exists():
         return
     if not all((out / name).is_file() for name in marks):
-        raise BadInput(f"{out} was not written by this command, so it is not overwritten")
+        raise BadInput(
+            f"{out} was not written by this command, so it is not overwritten; give another output"
+        )
     for path in read:
         if path.exists() and path.resolve().is_relative_to(out.resolve()):
-            raise BadInput(f"{out} contains the input {path}: give another output")
+            raise BadInput(f"{out} contains the input {path}; give another output")
 
 
 def refuse_owned(output: Path) -> None:

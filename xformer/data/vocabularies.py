@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -333,6 +334,15 @@ def _train_unigram(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         )
     except (RuntimeError, OSError) as error:
         reason = str(error).strip().splitlines()[-1]
+        for pattern, wrong, bound in (
+            (r"value <= (\d+)", "large", "most"),
+            (r"required_chars\. \d+ vs (\d+)", "small", "least"),
+        ):
+            if match := re.search(pattern, reason):
+                raise BadInput(
+                    f"--vocab-size {vocab_size} is too {wrong} for this text; give at {bound} "
+                    f"{match[1]}"
+                ) from None
         raise BadInput(
             f"SentencePiece cannot make {vocab_size} pieces from this text: {reason}"
         ) from None
