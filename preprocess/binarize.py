@@ -69,10 +69,10 @@ def open_binary(path: Path, advance: Callable[[int], None] = lambda _: None) -> 
     file if `zstandard` is needed and not installed, and, while reading, if the compressed data is
     damaged or ends too early.
     """
-    blocks = _disk(path, advance)
-    if path.suffix == ".gz":
+    blocks, packed = _disk(path, advance), path.suffix.lower()
+    if packed == ".gz":
         blocks = _decompress(path, blocks, lambda: zlib.decompressobj(wbits=31), zlib.error)
-    elif path.suffix == ".zst":
+    elif packed == ".zst":
         try:
             import zstandard
         except ImportError:
@@ -84,12 +84,12 @@ def open_binary(path: Path, advance: Callable[[int], None] = lambda _: None) -> 
 
 def unpacked_name(path: Path) -> Path:
     """The path without the ending .gz or .zst."""
-    return path.with_suffix("") if path.suffix in PACKED else path
+    return path.with_suffix("") if path.suffix.lower() in PACKED else path
 
 
 def _disk(path: Path, advance: Callable[[int], None]) -> Iterator[bytes]:
     # Every 4 bytes of zstd may grow to 128 KiB, so compressed files are read in small blocks.
-    size = 2**12 if path.suffix in PACKED else 2**16
+    size = 2**12 if path.suffix.lower() in PACKED else 2**16
     with path.open("rb") as file:
         while block := file.read(size):
             advance(len(block))

@@ -172,6 +172,30 @@ def test_heads_are_recognised(tmp_path: Path) -> None:
         imported.checkpoint.model()
 
 
+def test_classes_are_named_by_their_numbers(tmp_path: Path) -> None:
+    """Any other name of a class would be lost without a word."""
+    tiny("BertForSequenceClassification", tmp_path)
+    change_config(tmp_path, id2label={"a": "w", "b": "x", "c": "y", "d": "z"})
+    with pytest.raises(BadInput, match=r"w, x, y, z; the head has 4 .*: id2label from 0 to 3"):
+        hf.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "words"),
+    [
+        ("Bert", "type_vocab_size", 0, "type_vocab_size=0 is not bert's: it has token types"),
+        ("Esm", "mask_token_id", None, "token_dropout=True needs mask_token_id"),
+    ],
+)
+def test_what_a_config_would_silently_leave_out_is_refused(
+    name: str, key: str, value: Any, words: str, tmp_path: Path
+) -> None:
+    tiny(f"{name}ForMaskedLM", tmp_path)
+    change_config(tmp_path, **{key: value})
+    with pytest.raises(BadInput, match=words):
+        hf.from_hf(tmp_path)
+
+
 KINDS = {
     "SequenceClassification": "classify",
     "TokenClassification": "tag",

@@ -72,16 +72,16 @@ def toks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def packed(path: Path, data: bytes) -> Path:
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         data = gzip.compress(data[:7]) + gzip.compress(data[7:]) + b"\0" * 100
-    elif path.suffix == ".zst":
+    elif path.suffix.lower() == ".zst":
         zstandard = pytest.importorskip("zstandard")
         data = zstandard.compress(data[:7]) + zstandard.compress(data[7:])
     path.write_bytes(data)
     return path
 
 
-@pytest.mark.parametrize("name", ["t.txt", "t.txt.gz", "t.txt.zst"])
+@pytest.mark.parametrize("name", ["t.txt", "t.txt.gz", "t.txt.zst", "T.TXT.GZ", "t.txt.Zst"])
 def test_packed_files_are_read_as_they_were(tmp_path, name):
     data = np.random.default_rng(0).integers(97, 103, 300_000).astype(np.uint8)
     data[::70] = 10

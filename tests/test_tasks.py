@@ -558,6 +558,29 @@ def test_dna_in_three_lines(make: Make, tmp_path: Path, capsys: pytest.CaptureFi
         assert sum(map(len, content(store).values())) == 100 + more
 
 
+def test_a_bad_line_shifts_no_record_of_three_lines(make: Make, tmp_path: Path) -> None:
+    """Also if no identifier begins with ">"."""
+    records = [f"i{i}\n{s}\n{i % 2}\n".encode() for i, s in enumerate(letters(0, 60))]
+    for at, line in ((7, b"i7\xff"), (20, b"AC\xffGT"), (40, b"\xff")):
+        lines = records[at].split(b"\n")
+        lines[{7: 0, 20: 1, 40: 2}[at]] = line
+        records[at] = b"\n".join(lines)
+    raw = write(tmp_path / "r", {"H3.txt": b"".join(records)})
+    store = make("dna/h3", "--input", raw / "H3.txt", "--skip-bad", name="s")
+    expected = [(s, str(i % 2)) for i, s in enumerate(letters(0, 60)) if i not in (7, 20, 40)]
+    rows = [row for split in content(store).values() for row in split]
+    assert Counter(rows) == Counter(expected)
+    assert store.meta["origin"]["skipped_rows"] == 3
+
+
+def test_an_open_quote_is_never_skipped(make: Make, tmp_path: Path) -> None:
+    """It would lose all rows after it, and count as one."""
+    text = "t,l\n" + "".join(f"a{i},{'xy'[i % 2]}\n" for i in range(60))
+    raw = write(tmp_path / "r", {"open.csv": text.replace("a5,", '"a5,')})
+    with pytest.raises(BadInput, match=r"open\.csv:61: unexpected end of data \(the row begins in"):
+        make(*T, "--input", raw / "open.csv", "--skip-bad", name="s")
+
+
 def test_dna_in_wrapped_fasta(make: Make, tmp_path: Path) -> None:
     """FASTA in a .txt file, wrapped or not, is not taken for three lines per record."""
     made = letters(1, 60)
@@ -1036,6 +1059,12 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
         {"train.csv": 't,l\na,x\nb,y\n"c,x\nd,y\n'},
         [*T, "--input", "."],
         r"train\.csv:5: unexpected end of data \(the row begins in line 4\)",
+        None,
+    ),
+    (
+        {"train.csv": "t,l\na,x\nb,y\nc,x\rd,y\n"},
+        [*T, "--input", "."],
+        r"train\.csv:4: a carriage return stands alone",
         2,
     ),
     ({"train.csv": 't,l\na,x\n"b"b,y\nc,y\n'}, [*T, "--input", "."], r"train\.csv:3: ',' expec", 2),

@@ -115,36 +115,25 @@ def read_part(
     parts share is read from its beginning for each of them, but each yields only its own
     documents. A file of one JSON object is not divided.
     """
-    total = sum(path.stat().st_size for path in paths)
-    for path, begin, end in files_of_part(paths, part):
-        yield from _part_of_file(path, begin, end, total, part, options, advance)
+    (number, parts), total = part, sum(path.stat().st_size for path in paths)
+    place = 0  # the number of bytes of all files before what is read next
 
-
-def _part_of_file(
-    path: Path,
-    place: int,
-    end: int,
-    total: int,
-    part: tuple[int, int],
-    options: TextOptions,
-    advance: Callable[[int], None],
-) -> Segments:
     def count(size: int) -> None:
         nonlocal place
-        place = min(place + size, end)
+        place += size
         advance(size)
 
-    number, parts = part
-    mine, begins = False, True
-    for text, ends in read_documents([path], options, count):
-        if begins:
-            at = _part_at(place, total, parts)
-            if at > number:
-                return
-            mine = at == number
-        if mine:
-            yield text, ends
-        begins = ends
+    for path, place, end in files_of_part(paths, part):
+        mine, begins = False, True
+        for text, ends in read_documents([path], options, count):
+            if begins:
+                at = _part_at(min(place, end), total, parts)
+                if at > number:
+                    return  # later files begin in later parts
+                mine = at == number
+            if mine:
+                yield text, ends
+            begins = ends
 
 
 def _column(path: Path, name: str, bad: BadRows, advance: Callable[[int], None]) -> Iterator[str]:

@@ -90,6 +90,7 @@ def read(arguments: argparse.Namespace) -> TaskSource:
         columns = [given.get("composer", COMPOSER_COLUMN), given.get("midi", MIDI_COLUMN)]
         pieces = _maestro(table, columns, arguments.split_column, bad, used)
     if not pieces:
+        bad.report()
         raise BadInput(f"{source} names no piece")
     return TaskSource(
         rows=lambda: segment_rows(pieces, arguments.segment, bad),

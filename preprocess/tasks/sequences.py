@@ -30,6 +30,7 @@ from .tables import ENDINGS, RowTable, extension, stem
 
 FASTA = (".fasta", ".fa", ".faa", ".fna")
 # what the columns of the sequence and of the label may be called, the first choice first
+LOST = ""  # stands for a line of a record that could not be read
 SEQUENCE = ("sequence", "seq", "seqs", "primary")
 LABEL = ("label", "labels", "class", "score", "target")
 
@@ -305,12 +306,16 @@ def _looks_like_fasta(path: Path, letters: frozenset[str]) -> bool:
 
 
 def _three_lines(path: Path, bad: BadRows) -> Iterator[Record]:
-    """Records of three lines. Blank lines are ignored, and a line `>...` begins a new record."""
+    """Records of three lines. Blank lines are ignored, and a line `>...` begins a new record. A
+    record is left out if one of its lines is bad."""
     block: list[tuple[int, str]] = []
+    last = 0
     for at, line in read_lines(path, bad):
-        if block and (len(block) == 3 or line.startswith(">")):
-            yield from _record(path, block, bad)
-            block = []
+        block += [(lost, LOST) for lost in range(last + 1, at)]  # lines that went to `bad`
+        last = at
+        while len(block) >= 3 or (block and line.startswith(">")):
+            yield from _record(path, block[:3], bad)
+            block = block[3:]
         if line.strip():
             block.append((at, line.strip()))
     if block:
@@ -322,6 +327,8 @@ def _record(path: Path, lines: list[tuple[int, str]], bad: BadRows) -> Iterator[
 
     If there are not three lines, report them to `bad` and yield nothing.
     """
+    if LOST in (text for _, text in lines):
+        return
     if len(lines) == 3:
         yield Record(lines[2][0], lines[1][1], lines[2][1])
     else:

@@ -15,7 +15,7 @@ from typing import Any
 from xformer.data.display import many, say
 from xformer.data.errors import BadInput, lacks
 
-from ..bad import BadRows
+from ..bad import STRICT, BadRows
 from ..binarize import read_lines, unpacked_name
 
 ENDINGS = (".tsv", ".csv", ".txt", ".jsonl", ".json", ".parquet")
@@ -23,6 +23,8 @@ BLOCK = 8192  # rows of a parquet file held at once
 CELL = 2**24  # the most characters in a quoted cell: an open quote must not swallow a whole file
 BROKEN = object()  # stands for a text that is not valid JSON
 SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon"}
+# csv's messages about a quote that nothing closes, so that any number of rows is lost
+OPEN_QUOTE = ("unexpected end of data", "field larger than field limit")
 HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which UTF-8 cannot encode
 
 
@@ -218,7 +220,11 @@ class RowTable:
                 row = next(reader, None)
             except csv.Error as error:
                 where = f" (the row begins in line {start})" if start < number else ""
-                bad(self.path, number, f"{error}{where}{self.form.hint}")
+                reason = str(error)
+                if reason.startswith("new-line character"):
+                    reason = "a carriage return stands alone; end the lines in LF or CRLF"
+                tell = STRICT if reason.startswith(OPEN_QUOTE) else bad
+                tell(self.path, number, f"{reason}{where}{self.form.hint}")
                 continue
             if row is None:
                 return

@@ -178,6 +178,8 @@ def _read_config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
             values["first_position"] = pad + 1
             values["max_positions"] -= pad + 1
         values |= modern.read_settings(family, meta, values["layers"], file) | family.fixed
+        if values["token_types"] == 0 and "token_types" not in family.fixed:
+            raise BadInput(f"{file}: type_vocab_size=0 is not {family.name}'s: it has token types")
         return family, ModelConfig(**values, dropout_form=family.form), meta
     except (ValidationError, TypeError) as error:
         reason = str(error)
@@ -393,10 +395,10 @@ def _read_labels(source: dict[str, Tensor], meta: dict[str, Any], table: Table) 
     count, names = _count_outputs(source, table), meta.get("id2label")
     names = names if isinstance(names, dict) else {}
     labels = [str(name) for name in names.values()]
-    if names and (len(names) != count or len(set(labels)) != count):
+    if names and (set(names) != set(map(str, range(count))) or len(set(labels)) != count):
         raise BadInput(
             f"config.json names the classes {', '.join(labels)}; the head has {count} outputs, "
-            "each of which needs a name of its own"
+            f"each of which needs a name of its own: id2label from 0 to {count - 1}"
         )
     return tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(count))
 

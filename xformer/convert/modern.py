@@ -120,7 +120,9 @@ def _esm(meta: dict[str, Any], file: Path) -> dict[str, Any]:
         )
     settings = {"rotary_base": meta.get("rope_theta", 10000.0)}
     if meta.get("token_dropout"):
-        settings["zeroed_token"] = meta.get("mask_token_id")
+        if meta.get("mask_token_id") is None:
+            raise BadInput(f"{file}: token_dropout=True needs mask_token_id")
+        settings["zeroed_token"] = meta["mask_token_id"]
     return settings
 
 

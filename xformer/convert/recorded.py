@@ -57,7 +57,7 @@ def training_of(path: Path) -> Training | None:
         key = str(content["identity"]["data"])
         store = _open(_stores(starts[-1]["config"]), key)
         return Training(starts, key, _recorded_scores(run, path, step), store)
-    except (KeyError, TypeError) as error:
+    except (LookupError, TypeError) as error:
         raise BadInput(f"{run / 'config.json'} is damaged: {error!r}") from None
 
 
