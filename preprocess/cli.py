@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def _stop(signal_number: int, frame: FrameType | None) -> None:
-    raise Interrupted(signal_number, "stopped; nothing was written")
+    raise Interrupted(signal_number, "stopped; the output was not written")
 
 
 def make_parser() -> CommandParser:

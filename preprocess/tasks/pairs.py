@@ -94,7 +94,10 @@ def run(arguments: argparse.Namespace) -> None:
                     generator = np.random.default_rng([arguments.seed, i, turn])
                     pairs = DRAW[kind](generator, np.asarray(split.columns[needed]))
                     if not len(pairs.first):
-                        raise BadInput(f"{arguments.store}: no two rows of {name} make a pair")
+                        needs = "a document of several rows (a smaller --max-tokens makes more)"
+                        needs = "rows of two families" if kind == "family" else needs
+                        what = f"no two rows of {name} make a pair; it needs {needs}"
+                        raise BadInput(f"{arguments.store}: {what}")
                     _write(pairs, split.columns["tokens"], out, progress)
         options = {"kind": kind, "rounds": arguments.rounds, "seed": arguments.seed}
         read_from = {"name": source.path.name, "key": source.key}

@@ -149,8 +149,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--alphabet",
         metavar="LETTERS",
-        help="The letters of a symbols tokenizer, in the order of their ids, such as ACGT. This "
-        "option needs no other: --input is refused and --vocab-size is ignored.",
+        help="The letters of a symbols tokenizer, in the order of their ids, such as ACGT. "
+        "Give it alone: --input is refused, and --vocab-size has no effect.",
     )
     add_output(parser, "TOK")
 

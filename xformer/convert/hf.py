@@ -212,8 +212,8 @@ def _refuse_pointer(file: Path) -> None:
 def _read_shards(
     index: Path, read: Callable[[Path], dict[str, Tensor]]
 ) -> tuple[list[Path], dict[str, Tensor]]:
-    """The tensors of all shards. Raises BadInput unless each tensor is in the shard that the index
-    names, and in no other."""
+    """The tensors of all shards. Raises BadInput if a tensor is not in the shard that the index
+    names, or is in two shards."""
     content = read_json(index)
     shard_of = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shard_of, dict) or not shard_of:
