@@ -817,7 +817,7 @@ def test_an_input_is_not_overwritten(base, monkeypatch, arguments, out):
     monkeypatch.chdir(base)
     raw = base / "store" / "raw"
     raw.write_text("text\tlabel\na\tx\nb\ty\n")
-    with pytest.raises(BadInput, match=f"{out} contains the input .*; give another output"):
+    with pytest.raises(BadInput, match=f"{out} is or contains the input .*; give another output"):
         here(monkeypatch, *arguments, "--output", out, "--overwrite")
     raw.unlink()
 

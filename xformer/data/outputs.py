@@ -56,7 +56,7 @@ def check_directory(out: Path, overwrite: bool, marks: tuple[str, ...], *read: P
         )
     for path in read:
         if path.exists() and path.resolve().is_relative_to(out.resolve()):
-            raise BadInput(f"{out} contains the input {path}; give another output")
+            raise BadInput(f"{out} is or contains the input {path}; give another output")
 
 
 def refuse_owned(output: Path) -> None:
