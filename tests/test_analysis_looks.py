@@ -456,8 +456,8 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
 def test_runs_with_different_settings_are_never_one_curve(
     settings: list[dict[str, Any]], names: list[str], tmp_path: Path
 ) -> None:
-    """Runs of other operations, checkpoints or stores are no seeds of one another, even if the
-    short forms of these are the same."""
+    """Runs of different operations, checkpoints or stores have a curve each, even if the short
+    forms of these settings are the same."""
     runs = [run_of(tmp_path / str(i), i, 1e-3, 0.0, own) for i, own in enumerate(settings)]
     assert curves.grouped(runs) == {name: [run] for name, run in zip(names, runs, strict=True)}
 

@@ -176,7 +176,9 @@ def test_classes_are_named_by_their_numbers(tmp_path: Path) -> None:
     """Any other name of a class would be lost without a word."""
     tiny("BertForSequenceClassification", tmp_path)
     change_config(tmp_path, id2label={"a": "w", "b": "x", "c": "y", "d": "z"})
-    with pytest.raises(BadInput, match=r"w, x, y, z; the head has 4 .*: id2label from 0 to 3"):
+    with pytest.raises(
+        BadInput, match=r"w, x, y, z; the head has 4 .* id2label must give each number from 0 to 3"
+    ):
         hf.from_hf(tmp_path)
 
 

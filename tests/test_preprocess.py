@@ -878,7 +878,7 @@ def test_a_split_that_cannot_be_drawn(base, monkeypatch, tmp_path):
     ids=["text", "tokenizer", "task"],
 )
 def test_bad_rows_are_listed_if_the_command_fails(base, monkeypatch, capsys, arguments):
-    """They may be why there is no text, or why the rows are too few."""
+    """The bad rows may be the reason why the command fails."""
     monkeypatch.chdir(base)
     (base / "t.tsv.txt").write_bytes(b"text\tlabel\n\xff\tx\n" if "tsv" in arguments else b"\xff\n")
     with pytest.raises(BadInput, match=r"no text found|holds no example"):

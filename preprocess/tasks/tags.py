@@ -171,8 +171,8 @@ def sentences(
 def _blocks(
     path: Path, columns: ConllColumns, bad: BadRows
 ) -> Iterator[list[tuple[int, list[str]]]]:
-    """Yield the words between two blank lines, each as (line number, columns). A
-    sentence is left out if one of its lines is bad."""
+    """Yield the words between two blank lines, each as (line number, columns). A sentence is left
+    out if one of its lines is bad."""
     block: list[tuple[int, list[str]]] = []
     last, whole = 0, True
     for at, line in read_lines(path, bad):

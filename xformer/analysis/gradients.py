@@ -454,10 +454,10 @@ def _labelled(examples: Examples) -> np.ndarray:
         rows = rows[known]
     if len(rows) < 2:
         without = len(examples.rows) - len(rows)
-        unlabelled = f", because {many(without, 'drawn row')} without a label cannot be used"
+        unlabelled = f" ({many(without, 'drawn row')} without a label left out)" if without else ""
         raise BadInput(
-            f"the split {examples.split!r} gives {many(len(rows), 'example')}, but a cosine needs "
-            f"two{unlabelled if without else ''}: give more examples=, or another split="
+            f"the split {examples.split!r} gives {many(len(rows), 'example')}{unlabelled}, but a "
+            "cosine needs two: give more examples=, or another split="
         )
     return rows
 

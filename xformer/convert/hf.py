@@ -398,7 +398,7 @@ def _read_labels(source: dict[str, Tensor], meta: dict[str, Any], table: Table) 
     if names and (set(names) != set(map(str, range(count))) or len(set(labels)) != count):
         raise BadInput(
             f"config.json names the classes {', '.join(labels)}; the head has {count} outputs, "
-            f"each of which needs a name of its own: id2label from 0 to {count - 1}"
+            f"so id2label must give each number from 0 to {count - 1} a name of its own"
         )
     return tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(count))
 
