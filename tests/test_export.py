@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -393,24 +394,38 @@ def test_a_name_that_is_not_a_directory_needs_the_hub(
     )
 
 
-def test_a_repository_of_the_hub_is_fetched_whole(
+def test_of_a_repository_of_the_hub_one_kind_of_weights_is_fetched(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = pytest.importorskip("huggingface_hub")
-    tiny("BertModel", tmp_path / "there")
-    files = {file.name for file in (tmp_path / "there").iterdir()}
+    there, cache = tmp_path / "there", tmp_path / "cache"
+    tiny("BertModel", there)
+    weights = load_file(there / "model.safetensors")
+    torch.save(weights, there / "pytorch_model.bin")
+    cache.mkdir()
 
     def fetch(name: str, allow_patterns: list[str]) -> str:
         if name != "some/model":
             raise hub.errors.HFValidationError(f"no such repository: {name}\nmore")
-        wanted = {file for file in files if any(fnmatch(file, p) for p in allow_patterns)}
-        assert wanted == files
-        return str(tmp_path / "there")
+        for file in there.iterdir():
+            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+                shutil.copyfile(file, cache / file.name)
+        return str(cache)
 
     monkeypatch.setattr(hub, "snapshot_download", fetch)
-    assert run(capfd, "from-hf", "some/model", tmp_path / "out")[0] == 0
-    made = checkpoints.load(tmp_path / "out")
-    assert (made.config.hidden, made.history[0]["repository"]) == (39, "some/model")
+    for kind in ("model.safetensors", "pytorch_model.bin"):  # the second only without the first
+        out = tmp_path / kind
+        assert run(capfd, "from-hf", "some/model", out)[0] == 0
+        made = checkpoints.load(out)
+        assert (made.config.hidden, made.history[0]["repository"]) == (39, "some/model")
+        assert {f.name for f in cache.iterdir() if f.suffix in (".safetensors", ".bin")} == {kind}
+        assert {f.name for f in there.iterdir()} - {f.name for f in cache.iterdir()} <= {
+            "model.safetensors",
+            "pytorch_model.bin",
+        }
+        shutil.rmtree(cache)
+        cache.mkdir()
+        (there / "model.safetensors").unlink(missing_ok=True)
     status, out, err = run(capfd, "from-hf", "other/model", tmp_path / "two")
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.endswith(

@@ -145,6 +145,30 @@ def test_a_run_goes_on_from_a_checkpoint_that_lies_aside(
     assert run.newest() == run.checkpoint_path(4)
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
+def test_only_a_checkpoint_that_the_disk_cannot_read_is_put_aside(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without free file handles, for example, the checkpoint is as good as before."""
+    run = Run(tmp_path)
+    older, newer = (checkpoint(run.checkpoint_path(step)) for step in (2, 4))
+    verify = checkpoints.verify
+
+    def reading(path: Path) -> None:
+        if path == newer:
+            raise OSError(number, os.strerror(number))
+        verify(path)
+
+    monkeypatch.setattr(checkpoints, "verify", reading)
+    if number == errno.EIO:
+        assert run.newest() == older
+        assert (newer.parent / "damaged_step_4").is_dir()
+    else:
+        with pytest.raises(OSError, match="Too many open files"):
+            run.newest()
+        assert newer.is_dir()
+
+
 def test_a_replacement_that_is_going_on_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,16 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
         lambda d: changed_config(d, layer_types=["sliding_attention"] * 4),
         "layer_types must name full_attention for every n-th layer",
     ),
+    "no layer that attends to the whole row": (
+        "ModernBertForMaskedLM",
+        lambda d: changed_config(d, layer_types=..., global_attn_every_n_layers=0),
+        "global_attn_every_n_layers=0 must be at least 1",
+    ),
+    "half a layer": (
+        "ModernBertForMaskedLM",
+        lambda d: changed_config(d, layer_types=..., global_attn_every_n_layers=1.5),
+        "global_attn_every_n_layers=1.5 must be at least 1",
+    ),
     "layers without end": (  # a list of them would fill the memory
         "ModernBertForMaskedLM",
         lambda d: changed_config(d, num_hidden_layers=10**15),

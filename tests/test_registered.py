@@ -40,6 +40,25 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"none"', '"None."', "extension: to plan none, write \"none\", not 'None.'"),
+        ('"none"', '" "', "extension: to plan none"),
+        ("seed = 2", "seed = 0", "seeds.seed=0: input should be greater than 0"),
+        ("seed = 2", "draw = 2", "registration.seeds: there is no 'seed'"),
+    ],
+)
+def test_a_registration_that_says_something_else_is_refused(
+    file: Path, old: str, new: str, words: str
+) -> None:
+    text = file.read_text()
+    assert REGISTRATION.replace(old, new) != REGISTRATION
+    file.write_text(text.replace(REGISTRATION, REGISTRATION.replace(old, new)))
+    with pytest.raises(BadInput, match=re.escape(words)):
+        read_study(file, "mini")
+
+
 def git(file: Path, *arguments: str, when: int = 0) -> str:
     line = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
     dates = {"GIT_COMMITTER_DATE": f"@{when} +0000", "GIT_AUTHOR_DATE": f"@{when} +0000"}

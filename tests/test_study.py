@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -1488,6 +1489,28 @@ def test_tables_and_verdicts(file: Path, data: Path, tmp_path: Path) -> None:
         rows = [r for r in csv.DictReader(lines) if r["stage"] == "finetune"]
     assert len(rows) == 2 * 16
     assert {"seed", "start", "rate", "key", "split", "metric", "value"} < set(rows[0])
+
+
+def test_a_run_that_two_stages_share_is_listed_under_both(
+    file: Path, data: Path, tmp_path: Path
+) -> None:
+    text = file.read_text()
+    stage = text[text.index("[stages.finetune]") : text.index("[[tables]]")]
+    stage = stage.replace("finetune]", "twin]").replace("vary.seed = [0, 1]", "vary.draw.1 = { seed = 1 }")
+    table = text[text.index("[[tables]]") : text.index("[tables.published]")]
+    table = table.replace("main", "other").replace('"finetune"', '"twin"')
+    plan = plan_of(changed(file, ("[[claims]]", f"{stage}{table}[[claims]]")), tmp_path)
+    shared = {job.key for job in plan.runs("finetune", {"seed": "1"})}
+    assert shared == {job.key for job in plan.runs("twin", {"draw": "1"})}
+    finish(plan, lambda seed, start, rate: 0.5)
+    write_csv(tmp_path / "x.csv", Results(plan), {})
+    with (tmp_path / "x.csv").open(newline="") as lines:
+        rows = [row for row in csv.DictReader(lines) if row["key"] in shared]
+    assert Counter((row["stage"], row["seed"], row["draw"]) for row in rows) == {
+        ("finetune", "1", ""): 8,
+        ("twin", "", "1"): 8,
+    }
+    assert {row["run"] for row in rows} > {"twin draw=1 start=scratch rate=low"}
 
 
 def test_claims_that_are_removed_leave_nothing(file: Path, data: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import argparse
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from xformer.data import published, tokenizers, vocabularies
@@ -37,8 +37,12 @@ def learn(
         with Progress("looking for characters", total, "B") as bar:
             for text, _ in read_documents(paths, options, bar.advance):
                 characters.update(text)
+
+    def learned(texts: Iterator[str]) -> tokenizers.Tokenizer:
+        return vocabularies.learn(kind, texts, vocab_size, lowercase, characters)
+
     with Progress("reading", total, "B") as bar:
-        return _Training(kind, paths, vocab_size, lowercase, characters, options, bar).result()
+        return _Training(learned, paths, options, bar).result()
 
 
 class _Training(threading.Thread):
@@ -48,24 +52,20 @@ class _Training(threading.Thread):
 
     def __init__(
         self,
-        kind: str,
+        learn: Callable[[Iterator[str]], tokenizers.Tokenizer],
         paths: list[Path],
-        vocab_size: int,
-        lowercase: bool,
-        characters: set[str],
         options: TextOptions,
         bar: Progress,
     ):
         super().__init__(daemon=True)
-        self.paths, self.options, self.bar = paths, options, bar
-        self.arguments = (kind, self._texts(), vocab_size, lowercase, characters)
+        self.learn, self.paths, self.options, self.bar = learn, paths, options, bar
         self.problems: list[Exception] = []  # in order; the first one is the cause
         self.learned: tokenizers.Tokenizer | None = None
         self.stopped, self.parked = threading.Event(), threading.Event()
 
     def run(self) -> None:
         try:
-            self.learned = vocabularies.learn(*self.arguments)
+            self.learned = self.learn(self._texts())
         except Exception as error:
             self.problems.append(error)
 

@@ -181,8 +181,9 @@ def _import_plus(arguments: argparse.Namespace) -> None:
 
 
 def _directory(source: str) -> Path:
-    """`source` as a path, if it is one. Otherwise it names a repository on the hub, which is
-    downloaded, and the result is the directory with the download."""
+    """`source` as a path, if it is one. Otherwise it names a repository on the hub. What an import
+    reads of it is downloaded: weights as safetensors if there are any, else pickles. The result is
+    the directory with the download."""
     path = Path(source)
     if path.exists() or source.count("/") > 1 or source.startswith((".", "/", "~")):
         return path
@@ -192,9 +193,12 @@ def _directory(source: str) -> Path:
     except ImportError:
         what = f"{source} is not a directory; fetching it from the Hugging Face hub"
         raise lacks(what, "huggingface_hub", "hub") from None
-    patterns = ["*.json", "*.txt", "*.safetensors", "*.model", "pytorch_model*.bin"]
+    small = ["*.json", "*.txt", "*.model"]
     try:
-        return Path(snapshot_download(source, allow_patterns=patterns))
+        path = Path(snapshot_download(source, allow_patterns=[*small, "*.safetensors"]))
+        if not any(path.glob("*.safetensors")):
+            snapshot_download(source, allow_patterns=["pytorch_model*.bin"])
+        return path
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise BadInput(

@@ -478,10 +478,12 @@ def state_of(job: Job, outcomes: dict[str, Outcome]) -> str:
 
 
 def _csv_rows(results: Results, outcomes: dict[str, Outcome]) -> Iterator[dict[str, Any]]:
-    """A row for each metric of each run, and one for each run that has none."""
-    for job in results.plan.jobs.values():
-        if not job.stage:
-            continue
+    """A row for each metric of each run, and one for each run that has none. A run that stages
+    share is a run of each of them."""
+    plan = results.plan
+    place = {key: i for i, key in enumerate(plan.jobs)}
+    runs = (job for stage in results.study.stages for job in plan.runs(stage))
+    for job in sorted(runs, key=lambda job: place[job.key]):
         state = state_of(job, outcomes)
         common: dict[str, Any] = {"stage": job.stage, "run": job.name, "key": job.key}
         common |= {"state": state, **job.levels}

@@ -27,7 +27,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from xformer.config import (
     SHORT,
@@ -292,12 +292,18 @@ class Registration(Settings):
 
     # The minimum number of levels of each random factor, for each side of a claim: seeds.seed = 5
     # pre-trainings, seeds.draw = 2 fine-tunings of each.
-    seeds: dict[str, int]
+    seeds: dict[str, PositiveInt]
     # What a level of `seed` is, such as "a pre-training". The claims are about these.
     unit: str = Field(min_length=1)
     # The one extension that is planned, and when it is made; or "none". With an extension every p
     # is doubled, because the claims are then tested twice.
     extension: str = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.extension != "none" and self.extension.strip(" .").lower() in ("none", "no", ""):
+            raise ValueError(f'extension: to plan none, write "none", not {self.extension!r}')
+        return self
 
     @property
     def looks(self) -> int:
