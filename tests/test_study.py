@@ -1496,7 +1496,8 @@ def test_a_run_that_two_stages_share_is_listed_under_both(
 ) -> None:
     text = file.read_text()
     stage = text[text.index("[stages.finetune]") : text.index("[[tables]]")]
-    stage = stage.replace("finetune]", "twin]").replace("vary.seed = [0, 1]", "vary.draw.1 = { seed = 1 }")
+    stage = stage.replace("finetune]", "twin]")
+    stage = stage.replace("vary.seed = [0, 1]", "vary.draw.1 = { seed = 1 }")
     table = text[text.index("[[tables]]") : text.index("[tables.published]")]
     table = table.replace("main", "other").replace('"finetune"', '"twin"')
     plan = plan_of(changed(file, ("[[claims]]", f"{stage}{table}[[claims]]")), tmp_path)
