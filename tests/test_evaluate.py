@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,27 @@ def test_predictions_have_a_line_a_row(
     assert [float(row[2]) for row in table(out.read_text())] == pytest.approx(truth, rel=1e-6)
     scores = read_json(learned["scores"] / "result.json")["metrics"]["test"]
     assert spearmanr(actual, truth)[0] == pytest.approx(scores["spearman"], abs=1e-3)
+
+
+def test_rows_whose_outputs_are_not_finite_are_named(
+    forks: Forks, data: Toys, learned: Runs, tmp_path: Path
+) -> None:
+    """The vector of one word is broken, so the scores of all rows with this word are."""
+    learnt, out = checkpoints.load(learned["classes"]), tmp_path / "scores.json"
+    tokens = open_store(data.classes).split("test").columns["tokens"]
+    word = int(tokens[9][0])
+    rows = [row for row in range(60) if word in tokens[row]]
+    assert 9 in rows
+    assert len(rows) < 60
+    broken = learnt.weights["encoder.embeddings.word.weight"].clone()
+    broken[word] = torch.nan
+    weights = {**learnt.weights, "encoder.embeddings.word.weight": broken}
+    checkpoints.save(replace(learnt, weights=weights), tmp_path / "broken")
+    done = evaluate(forks, tmp_path / "broken", f"data={data.classes}", f"out={out}")
+    shown = ", ".join(map(str, rows[:8]))
+    words = f"the split 'test': outputs are not finite in {len(rows)} of 60 rows: {shown}"
+    refused(done, words, status=1)
+    assert not out.exists()
 
 
 def test_fillings(forks: Forks, data: Toys, learned: Runs) -> None:

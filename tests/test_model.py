@@ -7,6 +7,7 @@ T tokens in the batch, N sequences, H heads, D size of a head, L length, C hidde
 import copy
 import errno
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -261,6 +262,29 @@ def test_a_missing_file_is_named(saved: Path) -> None:
         checkpoints.load(saved)
     with pytest.raises(BadInput, match="nowhere does not exist"):
         checkpoints.load(saved.parent / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda meta: {**meta, "format": 2}, "is not of format 1, which this version requires"),
+        (lambda meta: [meta], "is not of format 1"),
+        (lambda meta: {**meta, "model": {"width": 3}}, "is damaged: "),
+        (lambda meta: {**meta, "model": None}, "is damaged: "),
+        (lambda meta: {k: v for k, v in meta.items() if k != "history"}, "damaged: KeyError"),
+        (lambda meta: {**meta, "head": {"kind": "dance"}}, "this version has no head 'dance', only"),
+    ],
+)
+def test_a_checkpoint_of_another_version_is_refused(
+    saved: Path, change: Callable[[dict[str, Any]], Any], words: str
+) -> None:
+    file = saved / "config.json"
+    write_json(file, change(read_json(file)))
+    with pytest.raises(BadInput, match=re.escape(words)) as error:
+        checkpoints.load(saved, verified=True)
+    assert str(file) in str(error.value)
+
+
 
 
 def test_an_existing_checkpoint_is_kept_unless_told_otherwise(

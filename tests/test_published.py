@@ -93,6 +93,8 @@ def test_the_command_brings_in_a_vocabulary(tmp_path):
         ({"tokenizer.json": fast(), "tokenizer_config.json": GENERAL}, False),
         ({"vocab.txt": WORDS, "tokenizer_config.json": GENERAL}, True),
         ({"tokenizer.json": fast(model={"type": None})}, False),
+        ({"vocab.txt": WORDS, "config.json": [1]}, True),
+        ({"vocab.txt": WORDS, "config.json": {"model_type": None}}, True),
     ],
 )
 def test_what_decides_on_lower_case(tmp_path, files, lowercase):
@@ -216,6 +218,13 @@ def test_what_is_no_vocabulary_is_refused_in_one_line(monkeypatch, tmp_path, cas
     assert phrase in str(caught.value)
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+
+
+@pytest.mark.parametrize("pieces", ["<s> <pad> </s>", "<s> <pad> </s> a <unk>", ""])
+def test_a_unigram_vocabulary_with_other_special_tokens_is_refused(pieces):
+    scores = [(piece, 0.0) for piece in pieces.split()]
+    with pytest.raises(BadInput, match="is not XLM-RoBERTa's: id 3 is not <unk>"):
+        vocabularies.xlm_roberta(scores, None)
 
 
 def test_a_tokenizer_of_ours_is_not_brought_in(monkeypatch, tmp_path):

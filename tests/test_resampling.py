@@ -6,6 +6,7 @@ computes the numbers again.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -322,6 +323,21 @@ def test_variance_is_split(tmp_path: Path, data: Path) -> None:  # noqa: F811
     text = markdown_of(results)
     assert "## Where the variance comes from: Accuracy" in text
     assert "| seed (seed.all) | draw (seed.weights) | seed.order | test examples |" in text
+
+
+def test_a_single_seed_with_all_its_runs_has_no_variances(
+    tmp_path: Path,
+    data: Path,  # noqa: F811
+) -> None:
+    plan = plan_of(study(tmp_path, ("[0, 1]", '[0, 1]\nvary."seed.order" = [7, 8]')), tmp_path)
+    at = {"start": "scratch", "rate": "high"}
+    train(plan)
+    results, table = Results(plan), plan.study.tables[0]
+    assert variances(results, Shares(results), table, *at.values())
+    missing = plan.runs("finetune", {**at, "seed": "1", "seed.order": "8"})
+    shutil.rmtree(missing[0].path)
+    results = Results(plan)
+    assert variances(results, Shares(results), table, *at.values()) == {}
 
 
 def test_a_script_without_the_package_computes_the_numbers_again(

@@ -167,6 +167,18 @@ def test_windows_are_merged_by_question(store: Path) -> None:
         assert scores["exact_match"] == span.squad(wanted, golds)["exact_match"]
 
 
+def test_a_window_without_an_answer_is_not_broken(store: Path) -> None:
+    """Its best score is -inf. Any other number that is not finite is an error."""
+    split = open_store(store).split("train")
+    outputs = random_outputs(split, 0)
+    outputs[3, span.BEST] = -np.inf
+    assert not task("span").broken(outputs, split).any()
+    for column, value in ((span.BEST, np.inf), (span.BEST, np.nan), (0, -np.inf), (4, np.nan)):
+        bad = outputs.copy()
+        bad[5, column] = value
+        assert np.flatnonzero(task("span").broken(bad, split)).tolist() == [5]
+
+
 def test_a_threshold_is_applied(store: Path) -> None:
     split = open_store(store).split("train")
     outputs = random_outputs(split, 7)

@@ -438,6 +438,17 @@ def store(forks: Forks, data: Toys, tmp_path_factory: pytest.TempPathFactory) ->
     return directory / "store"
 
 
+def test_broken_tokens_are_those_of_their_row(store: Path) -> None:
+    split = open_store(store).split("test")
+    offsets = np.asarray(split.columns["tokens"].offsets)
+    outputs = np.zeros((offsets[-1], 3), np.float32)
+    tagging = task_of(Head("tag", ("O", "B-X", "I-X")))
+    assert not tagging.broken(outputs, split).any()
+    # the first token of one row and the last one of another
+    outputs[offsets[7], 2], outputs[offsets[20] - 1, 0] = np.nan, np.inf
+    assert np.flatnonzero(tagging.broken(outputs, split)).tolist() == [7, 19]
+
+
 def test_a_toy_is_learnt_predicted_and_exported(forks: Forks, store: Path, tmp_path: Path) -> None:
     run, said = tmp_path / "run", tmp_path / "labels.txt"
     lively = ["batch.rows=16", "optim.lr=3e-3", "train.epochs=3"]
