@@ -272,7 +272,7 @@ def test_a_missing_file_is_named(saved: Path) -> None:
         (lambda meta: {**meta, "model": {"width": 3}}, "is damaged: "),
         (lambda meta: {**meta, "model": None}, "is damaged: "),
         (lambda meta: {k: v for k, v in meta.items() if k != "history"}, "damaged: KeyError"),
-        (lambda meta: {**meta, "head": {"kind": "dance"}}, "this version has no head 'dance', only"),
+        (lambda meta: {**meta, "head": {"kind": "dance"}}, "this version has no head 'dance'"),
     ],
 )
 def test_a_checkpoint_of_another_version_is_refused(
