@@ -285,8 +285,6 @@ def test_a_checkpoint_of_another_version_is_refused(
     assert str(file) in str(error.value)
 
 
-
-
 def test_an_existing_checkpoint_is_kept_unless_told_otherwise(
     trained: Checkpoint, saved: Path
 ) -> None:

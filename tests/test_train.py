@@ -33,6 +33,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from toys import Toys
 
 from xformer import checkpoint as checkpoints
+from xformer import session
 from xformer.config import all_keys, load
 from xformer.data.batch import Batch, Workload
 from xformer.data.errors import BadInput
@@ -44,7 +45,7 @@ from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import ALONE, Ranks
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
-from xformer.run import _refuse_other_settings, changes
+from xformer.run import State, _refuse_other_settings, changes
 from xformer.setup import rows_per_step
 from xformer.trajectory import Timeline
 
@@ -987,3 +988,27 @@ def test_a_diverged_run_fails(forks: Forks, data: Toys, tmp_path: Path) -> None:
     assert done.status == 1, done
     assert "the loss is not finite at step" in done.err.splitlines()[-1]
     assert not (tmp_path / "run/result.json").exists()
+
+
+def test_a_clock_counts_what_lies_between_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 12.5, 13.0, 100.0, 101.0])
+    monkeypatch.setattr(session.time, "perf_counter", lambda: next(times))
+    state = State(seconds=1.0)
+    clock = session.Clock(state)
+    clock.read()
+    assert state.seconds == 1 + 2.5
+    with clock.stopped():
+        assert state.seconds == 1 + 3
+    clock.read()  # what happened while it was stopped does not count
+    assert (state.seconds, state.since_log["seconds"]) == (1 + 4, 4)
+
+
+@pytest.mark.parametrize("name", ["text", "classes"])
+def test_speed_is_that_of_the_log(name: str, learned: dict[str, Path]) -> None:
+    """Over a whole run it lies between the slowest and the fastest interval."""
+    finished = read_json(learned[name] / "result.json")
+    records = log(learned[name])
+    rates = [record["real_tokens_per_second"] for record in records if record["event"] == "train"]
+    assert 0 < finished["seconds"] < records[-1]["time"] - records[0]["time"]
+    assert min(rates) <= 1.001 * finished["real_tokens_per_second"]
+    assert finished["real_tokens_per_second"] <= 1.001 * max(rates)
