@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from xformer.config import Settings, follows
 from xformer.data.errors import BadInput
 
-# the moments that each optimizer keeps; all but muon are those of Kao & Lee 2021, appendix A
+# the moments that each optimizer keeps; all but adamw and muon are in Kao & Lee 2021, appendix A
 MOMENTS = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),
