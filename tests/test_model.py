@@ -394,7 +394,7 @@ def test_fresh_weights_do_not_depend_on_their_neighbours() -> None:
 
 
 def test_fresh_weights_are_as_published() -> None:
-    # N(0, initializer_range^2), LayerNorm 1, biases 0 (Devlin et al. 2019; K section 3.2)
+    # N(0, initializer_range^2), LayerNorm 1, biases 0 (Devlin et al. 2019; K section 3.1)
     config = ModelConfig(
         layers=1, hidden=120, heads=2, intermediate=300, max_positions=200, initializer_range=0.05
     )

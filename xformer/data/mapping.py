@@ -1,7 +1,7 @@
 """How store ids become model ids: an array with the model's id for each id of the store.
 
     none            no change: the store was made with the model's own tokenizer
-    ids             no change, though the tokenizers differ (Chiang & Lee 2020, section 3)
+    ids             no change, though the tokenizers differ (Chiang & Lee 2020, section 2)
     shift:K         T(i) = (i + K) mod D for D pieces, exactly as in Kao & Lee 2021, section 2.1
     random:SEED     a random permutation of the vocabulary
     symbols:SEED    each non-text symbol to a random subword (Kao & Lee 2021, section 2.2)

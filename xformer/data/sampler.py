@@ -50,7 +50,7 @@ def permute(positions: np.ndarray, n: int, permutation_key: np.uint64) -> np.nda
 class Samples:
     """The endless sequence of samples over `rows` examples, or over a random `fraction` of them.
 
-    Which examples the fraction keeps depends only on the seed (Kao & Lee 2021, section 4.1).
+    Which examples the fraction keeps depends only on the seed (Kao & Lee 2021, section 4.2).
     """
 
     rows: int

@@ -19,7 +19,7 @@ def clean(
     checkpoint: Checkpoint, seed: Seed = 0, distribution: Distribution = "normal"
 ) -> Checkpoint:
     """Re-initialise every weight: the from-scratch baseline (Zhang et al. 2021, section 4; Kao &
-    Lee 2021, section 3.2).
+    Lee 2021, section 3.1).
 
     With the same seed, the result is the model that a recipe without `init` starts from.
 
