@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any, Literal
 
 from xformer.data.errors import BadInput, Failure
+from xformer.start import WAITING
 
 PEERS = ("transformers", "accelerate", "datasets")
 ROOT = Path(__file__).resolve().parents[1]
@@ -149,42 +150,42 @@ def rates(took: list[Took], key: str = "rate") -> list[float]:
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that has succeeded: its output, its duration in seconds, its start in seconds since
-    the epoch, and its peak resident memory in GiB."""
+    """A command that has succeeded: its output, its duration in seconds, and its start in seconds
+    since the epoch."""
 
     out: str
     seconds: float
     started: float
-    memory: float
+
+
+def environment(threads: int) -> dict[str, str]:
+    """The environment of a contestant: this many threads, no GPU, and OpenMP's own way to wait.
+
+    `xformer.start.run` has changed this process's way to wait. Our commands do that themselves, and
+    others must not inherit it.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in WAITING}
+    return {**kept, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def command(arguments: list[str], threads: int) -> Ended:
     """Run `python ARGUMENTS` in the project's root with this many threads. Raises Failure with its
     last lines if it fails."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",  # `make gpu` measures there
-    }
+    offline = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     wall, started = time.time(), time.perf_counter()
-    process = subprocess.Popen(
+    process = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=environment,
+        env={**environment(threads), **offline},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        check=False,
     )
-    assert process.stdout is not None
-    out = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if status:
-        end = "\n".join(out.splitlines()[-15:])
+    if process.returncode:
+        end = "\n".join(process.stdout.splitlines()[-15:])
         raise Failure(f"python {' '.join(arguments)} failed: {end}")
-    return Ended(out, time.perf_counter() - started, wall, usage.ru_maxrss / 2**20)
+    return Ended(process.stdout, time.perf_counter() - started, wall)
 
 
 def module(bench: Bench, name: str, job: dict[str, Any]) -> tuple[Took, Ended]:

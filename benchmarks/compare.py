@@ -33,7 +33,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -45,7 +44,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from benchmarks.bench import cores, fresh
+from benchmarks.bench import cores, environment, fresh
 from benchmarks.quick import SPECIAL, WORDS
 from benchmarks.waiting import speed
 from xformer.config import flat
@@ -225,16 +224,10 @@ def _version(checkout: Path) -> str:
 
 def start(checkout: Path, arguments: list[str], threads: int = 1) -> subprocess.Popen[str]:
     """Start `python ARGUMENTS` with a checkout's own code."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(checkout),
-        "OMP_NUM_THREADS": str(threads),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=checkout,
-        env=environment,
+        env={**environment(threads), "PYTHONPATH": str(checkout)},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from benchmarks import bare, machine
 from benchmarks.bare import MASKED, VOCABULARY, shape
+from benchmarks.bench import ROOT
 from benchmarks.steps import CASES, SHAPE
 from xformer import cost
 from xformer.data.batch import Batch, Workload
@@ -54,7 +55,6 @@ from xformer.tasks.classify import Classify
 from xformer.tasks.mlm import MLM
 from xformer.tasks.task import Head, Model, Task
 
-ROOT = Path(__file__).parents[1]
 TOKENS = 8192
 WAYS = ("none", "layers", "graphs", "both")  # system.compile
 # fewer ways for some models, because compiling takes up to a minute

@@ -8,7 +8,6 @@ Prints its measurements as one JSON object.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from xformer.parallel.processes import SystemConfig
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
 from xformer.scoring import score
+from xformer.start import run
 
 RECIPES = {"mlm": "benchmarks/mlm.toml", "classify": "recipes/finetune/classify.toml"}
 
@@ -40,15 +40,15 @@ def train(
     """Run train.py for `steps` steps with a line of the log every `every` steps.
 
     Measures `rate` (real tokens a second after the log's first line), `first` (seconds from the
-    start of the command to that line), `seconds` (of the whole command) and `resident_gib` (the
-    peak of the process).
+    start of the command to that line), `seconds` (of the whole command) and `memory_gib` (the
+    highest resident memory up to the log's last line).
     """
-    run = fresh(bench.folder / "run")
+    out = fresh(bench.folder / "run")
     line = [
         "train.py",
         RECIPES[task],
         f"data={store}",
-        f"run={run}",
+        f"run={out}",
         f"init={init}",
         f"batch.max_tokens={bench.size.length}",
         "optim.lr=1e-4",
@@ -61,11 +61,11 @@ def train(
         *settings,
     ]
     ended = command(line, bench.threads)
-    logged = events(run, "train")
+    logged = events(out, "train")
     took = {"rate": rate(logged)} if len(logged) > 1 else {}
     took |= {"first": logged[0]["time"] - ended.started, "seconds": ended.seconds}
-    took |= {"resident_gib": ended.memory}
-    fresh(run)
+    took |= {"memory_gib": logged[-1]["memory_gib"]}
+    fresh(out)
     return took, ended
 
 
@@ -96,11 +96,7 @@ def evaluate(
         started = time.perf_counter()
         score(net, rows, ranks, precision)
         seconds.append(time.perf_counter() - started)
-    return {
-        "rate": tokens * passes / sum(seconds[1:]),
-        "tokens": tokens,
-        "memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    }
+    return {"rate": tokens * passes / sum(seconds[1:]), "tokens": tokens}
 
 
 def batches(store: str, init: str, batch: list[str], count: int) -> Took:
@@ -125,12 +121,9 @@ def batches(store: str, init: str, batch: list[str], count: int) -> Took:
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    functions: dict[str, Callable[..., Took]] = {
-        "evaluate": evaluate,
-        "batches": batches,
-    }
+    functions: dict[str, Callable[..., Took]] = {"evaluate": evaluate, "batches": batches}
     print(json.dumps(functions[job.pop("do")](**job)))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -22,6 +22,7 @@ from benchmarks import (
     bench,
     ceiling,
     every_dataset,
+    machine,
     ours,
     prepare,
     preprocess,
@@ -30,7 +31,6 @@ from benchmarks import (
     waiting,
 )
 from benchmarks.bench import QUICK, Bench, Ended, Row
-from benchmarks.machine import has_bf16
 from benchmarks.quick import make_data
 from benchmarks.report import Measured
 from xformer import checkpoint as checkpoints
@@ -41,6 +41,7 @@ from xformer.data.sampler import Samples
 from xformer.data.store import open_store
 from xformer.ops.padding import padded_count
 from xformer.parallel.feed import to_device
+from xformer.start import SPINS, WAITING
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
@@ -59,7 +60,7 @@ def forked(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs train.py as a fork instead of a new process."""
 
     def quickly(arguments: list[str], threads: int) -> Ended:
-        return Ended(good(forks.run(*arguments)).out, 1.0, 0.0, 0.1)
+        return Ended(good(forks.run(*arguments)).out, 1.0, 0.0)
 
     monkeypatch.setattr(ours, "command", quickly)
 
@@ -194,9 +195,10 @@ def test_the_ceiling_uses_the_batches_of_training(quick: Bench) -> None:
     products = ceiling.Products(config, torch.float32, shapes)
     with FlopCounterMode(display=False) as counter:
         products.run(shapes[1])
-        ceiling.attend(config, torch.float32, shapes[1], form="explicit")
+        ones = torch.ones(3 * len(batch.tokens) * config.hidden)
+        ceiling.attend(config, shapes[1], "explicit", ones)
     for form in ("ours", "fused"):
-        ceiling.attend(config, torch.bfloat16, shapes[1], form=form)
+        ceiling.attend(config, shapes[1], form, ones.bfloat16())
     squares = sum(n * length**2 for n, length in shapes[1].runs)
     C, F, V = config.hidden, config.intermediate, config.vocab_size
     layers = config.layers * (6 * C * C * shapes[1].tokens + 4 * C * squares)
@@ -204,6 +206,22 @@ def test_the_ceiling_uses_the_batches_of_training(quick: Bench) -> None:
     layers += (2 * C * C + 4 * C * F) * rest
     head = (2 * C * C + 2 * C * V) * shapes[1].masked
     assert counter.get_total_flops() == 3 * (layers + head)
+
+
+def test_a_contestant_waits_as_openmp_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer must not inherit how our commands wait. `waiting` measures what that costs."""
+    monkeypatch.setenv("GOMP_SPINCOUNT", SPINS)
+    assert not bench.environment(3).keys() & set(WAITING)
+    assert bench.environment(3)["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_machine_is_described_with_the_threads_that_were_timed() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert machine.words().endswith("in bf16 with 1 thread")
+    finally:
+        torch.set_num_threads(before)
 
 
 # ----------------------------------------------------------------------------------- the tables
@@ -353,7 +371,7 @@ def test_a_quick_run_writes_its_table(tmp_path: Path, monkeypatch: pytest.Monkey
     content = read_json(tmp_path / "benchmarks.json")
     assert [part["part"] for part in content["measured"]] == ["mixed", "start"]
     rows = [Row(**row) for part in content["measured"] for row in part["rows"]]
-    mixed = [5.5, 5.5, 0.9] * (2 if has_bf16() else 1)
+    mixed = [5.5, 5.5, 0.9] * (2 if machine.has_bf16() else 1)
     assert [row.target for row in rows] == [*mixed, 8.0, None, 1.05]
     assert all(value > 0 for row in rows[: len(mixed)] for value in (*row.ours, *row.theirs))
     page = (tmp_path / "benchmarks.md").read_text()
