@@ -216,8 +216,11 @@ class Times(NamedTuple):
 
     @property
     def limit(self) -> str:
-        """The part that takes the most milliseconds."""
-        return max(self._asdict(), key=lambda name: getattr(self, name))
+        """What takes the step's time: the host's launches, if the GPU waits for them, or else the
+        longer of the GPU's two parts."""
+        if self.launches > self.products + self.others:
+            return "launches"
+        return "products" if self.products > self.others else "others"
 
 
 def times(case: Case, work: Work, gpu: str, fusion: bool) -> Times:
@@ -245,9 +248,7 @@ def shares(works: Sequence[tuple[Work, Work]]) -> str:
                 share = f"{mine.flops / (took.step / 1000) / PEAK:.0%}"
                 goal = f"{case.share:.0%}" if case.share else ""
                 rows.append([case.name, gpu, how, *cells, share, goal, took.limit])
-    names = (
-        "step, GPU, code, products ms, others ms, launches ms, step ms, of peak, goal, most time"
-    )
+    names = "step, GPU, code, products ms, others ms, launches ms, step ms, of peak, goal, limit"
     return table(names.split(", "), rows)
 
 
