@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -196,10 +197,33 @@ def module(bench: Bench, name: str, job: dict[str, Any]) -> tuple[Took, Ended]:
     return took, ended
 
 
-def require_peers() -> None:
+def require(*packages: str) -> None:
     """Raise BadInput if a package of the other side is not installed."""
-    if missing := [package for package in PEERS if find_spec(package) is None]:
+    if missing := [package for package in packages if find_spec(package) is None]:
         raise BadInput(f"{', '.join(missing)} not installed: pip install -e '.[bench]'")
+
+
+def require_data(data: Path, *names: str) -> None:
+    """Raise BadInput if a file or directory of the raw data is missing."""
+    for name in names:
+        if not (data / name).exists():
+            raise BadInput(f"{data / name} does not exist; --data needs {', '.join(names)}")
+
+
+def directory(text: str) -> Path:
+    """An argument type: a directory that exists."""
+    if not Path(text).is_dir():
+        raise ArgumentTypeError(f"{text} is not a directory; create it first")
+    return Path(text)
+
+
+def new_file(text: str) -> Path:
+    """An argument type: a file that can be written, in a directory that exists."""
+    path = Path(text)
+    if path.is_dir():
+        raise ArgumentTypeError(f"{text} is a directory; give a file")
+    directory(str(path.parent))
+    return path
 
 
 def fresh(folder: Path) -> Path:

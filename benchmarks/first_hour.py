@@ -651,6 +651,10 @@ def _arguments() -> argparse.Namespace:
     given = parser.parse_args()
     if not (CUDA or given.rehearse):
         parser.error("there is no CUDA device; --rehearse runs tiny models on the CPU")
+    if not given.minutes > 0:
+        parser.error(f"--minutes {given.minutes:g} is not allowed; it must be above 0")
+    if given.output and given.output.exists() and not given.output.is_dir():
+        parser.error(f"--output {given.output} is not a directory")
     return given
 
 

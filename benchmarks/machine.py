@@ -42,7 +42,7 @@ def words() -> str:
     known = ", ".join(s.upper() for s in SETS if s in flags) or platform.machine()
     memory = os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     bf16 = "bf16 instructions" if has_bf16() else "no bf16 instructions"
-    threads = f"{(n := torch.get_num_threads())} thread{'s' if n > 1 else ''}"
+    threads = "1 thread" if (n := torch.get_num_threads()) == 1 else f"{n} threads"
     cuda = f"; {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else "; no CUDA device"
     return (
         f"{cores()} cores of an {name} ({known}; {bf16}), {memory:.0f} GiB{cuda}. Large matrix "

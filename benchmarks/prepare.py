@@ -15,7 +15,6 @@ from xformer.checkpoint import Head
 from xformer.convert.hf import to_hf
 from xformer.data import published
 from xformer.data.batch import Assembler
-from xformer.data.errors import BadInput
 from xformer.data.store import Store, open_store
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
@@ -27,14 +26,6 @@ TASKS = {"mrpc": "glue/MRPC", "cola": "glue/CoLA"}
 FOOTNOTE = r"^\[\d+\]"  # lines of this form in Wikipedia's text are footnotes
 BLOCK = 2_000_000  # tokens that are written at once
 SEED = 1
-
-
-def check(data: Path) -> None:
-    """Raises BadInput if a file of the raw data is missing."""
-    for name in (TEXT, VOCABULARY, *TASKS.values()):
-        if not (data / name).exists():
-            wanted = ", ".join((TEXT, VOCABULARY, *TASKS.values()))
-            raise BadInput(f"{data / name} does not exist; --data needs a directory with {wanted}")
 
 
 def tokenizer(bench: Bench) -> Tokenizer:

@@ -22,6 +22,7 @@ from benchmarks import (
     bench,
     ceiling,
     every_dataset,
+    first_hour,
     machine,
     ours,
     prepare,
@@ -215,13 +216,13 @@ def test_a_contestant_waits_as_openmp_does(monkeypatch: pytest.MonkeyPatch) -> N
     assert bench.environment(3)["OMP_NUM_THREADS"] == "3"
 
 
-def test_the_machine_is_described_with_the_threads_that_were_timed() -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        assert machine.words().endswith("in bf16 with 1 thread")
-    finally:
-        torch.set_num_threads(before)
+def test_the_machine_is_described_with_the_threads_that_were_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "gflops", lambda dtype: 1.0)
+    for threads, words in ((1, "with 1 thread"), (2, "with 2 threads")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert machine.words().endswith(f"in bf16 {words}")
 
 
 # ----------------------------------------------------------------------------------- the tables
@@ -302,6 +303,18 @@ def test_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ("waiting --steps 2", "--steps: 2 is not allowed; it must be at least 3"),
         ("analysis --rounds 0", "--rounds: 0 is not allowed; it must be at least 1"),
         ("preprocess --rounds 0", "--rounds: 0 is not allowed; it must be at least 1"),
+        ("preprocess --data DIR", "english_wikipedia/train.txt does not exist; --data needs engl"),
+        ("preprocess --output DIR/absent/page.md", "--output: .*/absent is not a directory"),
+        ("preprocess --scratch DIR/absent", "--scratch: .*/absent is not a directory; create it"),
+        ("precision speed --data DIR --output DIR", "does not exist; --data needs english_wiki"),
+        ("precision speed --data DIR --output DIR/absent", "absent is not a directory; create it"),
+        ("compare . . --steps 11", "--steps: 11 is not allowed; it must be at least 12"),
+        ("compare . . --scratch DIR/absent", "--scratch: .*/absent is not a directory; create it"),
+        ("surgery --rounds 0", "--rounds: 0 is not allowed; it must be at least 1"),
+        ("surgery --only reverse_heads", "no operation begins with 'reverse_heads': reverse_lay"),
+        ("parity --output DIR", "--output: .* is a directory; give a file"),
+        ("every_dataset DIR/absent --output DIR/page.md", "absent is not a directory; create it"),
+        ("every_dataset DIR --output DIR/absent/page.md", "absent is not a directory; create it"),
     ],
 )
 def test_each_benchmark_refuses_bad_arguments(
@@ -309,10 +322,30 @@ def test_each_benchmark_refuses_bad_arguments(
 ) -> None:
     """Before it measures anything."""
     (tmp_path / "page.md").write_text("nothing of ours\n")
-    name, *words = line.replace("PAGE", str(tmp_path / "page.md")).split()
+    line = line.replace("PAGE", "DIR/page.md").replace("DIR", str(tmp_path))
+    name, *words = line.split()
     monkeypatch.setattr(sys, "argv", [name, *words])
     with pytest.raises(BadInput, match=message):
         import_module(f"benchmarks.{name}").main()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--minutes", "-1"), "--minutes -1 is not allowed; it must be above 0"),
+        (("--output", __file__), "test_bench.py is not a directory"),
+    ],
+)
+def test_the_first_hour_refuses_bad_arguments(
+    words: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.first_hour", "--rehearse", *words])
+    with pytest.raises(SystemExit):
+        first_hour.main()
+    assert message in capsys.readouterr().err
 
 
 def test_a_command_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_bad_arguments_are_refused(
 ) -> None:
     with pytest.raises(BadInput, match=r"english_books/train.txt.gz does not exist; --data needs"):
         call(monkeypatch, "--data", str(tmp_path))
-    monkeypatch.setattr(speedrun, "require_peers", lambda: None)
+    monkeypatch.setattr(speedrun, "require", lambda *packages: None)
     with pytest.raises(BadInput, match=r"--ours masking\.probability=0\.4 does not reach the"):
         call(monkeypatch, "--data", str(data), "--ours", "masking.probability=0.4")
     with pytest.raises(BadInput, match="absent is not a directory; create it first"):
