@@ -25,6 +25,7 @@ from xformer.data.errors import Failure
 from xformer.data.store import open_store
 from xformer.monitor import events
 from xformer.parallel import processes
+from xformer.parallel.feed import STEPS_AHEAD
 from xformer.parallel.processes import SystemConfig
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
@@ -101,22 +102,26 @@ def evaluate(
 
 def batches(store: str, init: str, batch: list[str], count: int) -> Took:
     """Real tokens a second of the training loop's feed, with masking, in one process. The pages of
-    the store are in memory."""
+    the store are in memory. The feed makes up to STEPS_AHEAD steps at once, so the clock starts and
+    stops between two such groups: after `count` steps or more."""
     warm_up = count // 10 + 1
     keys = [str(ROOT / RECIPES["mlm"]), f"data={store}", "run=none", f"init={init}", *batch]
-    keys.append(f"train.steps={warm_up + count}")
+    keys.append(f"train.steps={warm_up + count + 2 * STEPS_AHEAD}")
     job = prepare(load(Recipe, keys), processes.Ranks(0, 1, torch.device("cpu")))
-    feed, tokens, position = job.feed(), 0, 0
+    feed, position, steps, tokens, started = job.feed(), 0, 0, 0, 0.0
     job.store.verify_in_background(lambda damage: None).join()  # reads every page
-    for number in range(warm_up + count):
-        if number == warm_up:
-            started, tokens = time.perf_counter(), 0
+    while True:
+        if position not in feed.made:
+            if started and steps >= count:
+                break
+            if not started and steps >= warm_up:
+                steps, tokens, started = 0, 0, time.perf_counter()
         step = feed.take(position)
         position = step.end
         if not step.batches or step.batches[0].places is None:
             raise Failure("the feed gave a batch without masks")
-        tokens += step.work.tokens
-    return {"rate": tokens / (time.perf_counter() - started), "a batch": tokens / count}
+        steps, tokens = steps + 1, tokens + step.work.tokens
+    return {"rate": tokens / (time.perf_counter() - started), "a batch": tokens / steps}
 
 
 def main() -> None:

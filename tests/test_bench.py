@@ -9,7 +9,8 @@ from argparse import Namespace
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -172,6 +173,30 @@ def test_our_rate_weighs_the_lines_of_the_log_by_their_time() -> None:
         {"time": 14.0, "real_tokens_per_second": 300.0},
     ]
     assert ours.rate(events) == (1 * 100 + 3 * 300) / 4
+
+
+def test_the_feed_is_timed_over_whole_groups_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The feed makes four steps at once, of 10 tokens each, in 4 seconds."""
+    clock, masked = [100.0], SimpleNamespace(places=[0])
+
+    class Feed:
+        made: ClassVar[dict[int, Any]] = {}
+
+        def take(self, position: int) -> Any:
+            if position not in self.made:
+                clock[0] += 4
+                work = SimpleNamespace(tokens=10)
+                self.made = {
+                    at: SimpleNamespace(end=at + 1, batches=[masked], work=work)
+                    for at in range(position, position + 4)
+                }
+            return self.made[position]
+
+    store = SimpleNamespace(verify_in_background=lambda told: SimpleNamespace(join=str))
+    monkeypatch.setattr(ours, "prepare", lambda *_: SimpleNamespace(feed=Feed, store=store))
+    monkeypatch.setattr(ours.time, "perf_counter", lambda: clock[0])
+    for count in (1, 5, 10, 43):
+        assert ours.batches("a", "b", [], count) == {"rate": 10.0, "a batch": 10.0}
 
 
 def test_the_ceiling_uses_the_batches_of_training(quick: Bench) -> None:
