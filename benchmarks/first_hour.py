@@ -751,7 +751,8 @@ def write_report(folder: Path, about_machine: str, results: dict[str, dict[str, 
     lines += ["| what | value | |", "|---|---|---|"]
     lines += [line for part, result in results.items() for line in table(part, result)]
     seconds = sum(result["seconds"] for result in results.values())
-    text = "\n".join([*lines, "", f"It took {seconds:.0f} s.", ""])
+    end = f"The parts took {seconds:.0f} s together, and on a GPU the checks run at the same time."
+    text = "\n".join([*lines, "", end, ""])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gpu.md").write_text(text, encoding="utf-8")
     told = {"machine": about_machine, "versions": machine.versions(), "parts": results}
