@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from benchmarks import fake_cuda, launches, report
+from benchmarks.bench import require
 from benchmarks.fake_cuda import Operation
 from xformer.data.arguments import CommandParser
 from xformer.start import run
@@ -84,6 +85,7 @@ def main() -> None:
     output = parser.parse_args().output
     if output:
         report.check_marks(output, BEGIN, END)
+    require("transformers")
     if fake_cuda.LOADED in os.environ:
         for case in CASES:
             print(json.dumps([asdict(ours(case)), asdict(theirs(case))]))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from benchmarks import (
     bench,
     ceiling,
     every_dataset,
+    fake_cuda,
     first_hour,
     machine,
     ours,
@@ -180,7 +181,8 @@ def test_the_feed_is_timed_over_whole_groups_of_steps(monkeypatch: pytest.Monkey
     clock, masked = [100.0], SimpleNamespace(places=[0])
 
     class Feed:
-        made: ClassVar[dict[int, Any]] = {}
+        def __init__(self) -> None:
+            self.made: dict[int, Any] = {}
 
         def take(self, position: int) -> Any:
             if position not in self.made:
@@ -374,6 +376,10 @@ def test_the_first_hour_refuses_bad_arguments(
 
 
 def test_a_command_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with monkeypatch.context() as context:
+        context.setenv("PATH", str(tmp_path))
+        with pytest.raises(Failure, match=r"fake_cuda\.cpp could not be compiled: .*'c\+\+'"):
+            fake_cuda.start("benchmarks.launches", tmp_path)
     with pytest.raises(Failure, match=r"^false ended with status 1$"):
         preprocess.timed(["false"])
     code, start = "import sys; sys.exit(f'bad: {sys.argv}')", subprocess.Popen
