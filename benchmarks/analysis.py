@@ -22,7 +22,6 @@ machine hardly changes, and the difference of the two results.
 from __future__ import annotations
 
 import atexit
-import resource
 import shutil
 import statistics
 import subprocess
@@ -42,6 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import machine
+from benchmarks.bench import ROOT
 from xformer import checkpoint as checkpoints
 from xformer.analysis import attention, capture, gradients, jacobian, perturbation, pwcca
 from xformer.analysis.examples import inside, open_examples
@@ -49,6 +49,7 @@ from xformer.data.arguments import CommandParser, whole_number
 from xformer.data.batch import Batch
 from xformer.data.store import open_store
 from xformer.model.config import ModelConfig
+from xformer.monitor import peak_memory
 from xformer.parallel.feed import to_device
 from xformer.parallel.processes import SystemConfig, start
 from xformer.start import run
@@ -58,7 +59,6 @@ from xformer.tasks.task import Head, Model
 SHAPE = {"vocab_size": 30_522, "layers": 6, "hidden": 384, "heads": 12, "intermediate": 1536}
 CONDITION = 5e3  # condition number of the representations
 Case = tuple[Callable[[], Any], Callable[[], Any], Callable[[Any, Any], float]]
-ROOT = Path(__file__).parents[1]
 CHUNK = 4096  # rows of a matrix that arrive together
 
 
@@ -373,11 +373,12 @@ def million(rows: int, width: int = 768) -> str:
             y = torch.randn(CHUNK, width, generator=generator) + x
             yield x[: rows - number], y[: rows - number]
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    cpu = torch.device("cpu")
+    before = peak_memory(cpu)
     making = timed(lambda: [None for _ in chunks()])[0]
     seconds, pair = timed(lambda: pwcca.factor_together(chunks()))
     value = pwcca.similarity(pair.x, pair.y, pair.inner).pwcca
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    peak = peak_memory(cpu)
     return (
         f"{rows:,} tokens x {width} twice, streamed: {seconds - making:.0f} s (and "
         f"{making:.0f} to draw them), peak memory {peak:.2f} GiB, {before:.2f} before; "

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from statistics import median
 from typing import Any, Literal
 
 from xformer.data.errors import BadInput, Failure
+from xformer.start import WAITING
 
 PEERS = ("transformers", "accelerate", "datasets")
 ROOT = Path(__file__).resolve().parents[1]
@@ -149,42 +151,42 @@ def rates(took: list[Took], key: str = "rate") -> list[float]:
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that has succeeded: its output, its duration in seconds, its start in seconds since
-    the epoch, and its peak resident memory in GiB."""
+    """A command that has succeeded: its output, its duration in seconds, and its start in seconds
+    since the epoch."""
 
     out: str
     seconds: float
     started: float
-    memory: float
+
+
+def environment(threads: int) -> dict[str, str]:
+    """The environment of a contestant: this many threads, no GPU, and OpenMP's own way to wait.
+
+    `xformer.start.run` has changed this process's way to wait. Our commands do that themselves, and
+    others must not inherit it.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in WAITING}
+    return {**kept, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def command(arguments: list[str], threads: int) -> Ended:
     """Run `python ARGUMENTS` in the project's root with this many threads. Raises Failure with its
     last lines if it fails."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",  # `make gpu` measures there
-    }
+    offline = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     wall, started = time.time(), time.perf_counter()
-    process = subprocess.Popen(
+    process = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=environment,
+        env={**environment(threads), **offline},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        check=False,
     )
-    assert process.stdout is not None
-    out = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if status:
-        end = "\n".join(out.splitlines()[-15:])
+    if process.returncode:
+        end = "\n".join(process.stdout.splitlines()[-15:])
         raise Failure(f"python {' '.join(arguments)} failed: {end}")
-    return Ended(out, time.perf_counter() - started, wall, usage.ru_maxrss / 2**20)
+    return Ended(process.stdout, time.perf_counter() - started, wall)
 
 
 def module(bench: Bench, name: str, job: dict[str, Any]) -> tuple[Took, Ended]:
@@ -195,10 +197,33 @@ def module(bench: Bench, name: str, job: dict[str, Any]) -> tuple[Took, Ended]:
     return took, ended
 
 
-def require_peers() -> None:
+def require(*packages: str) -> None:
     """Raise BadInput if a package of the other side is not installed."""
-    if missing := [package for package in PEERS if find_spec(package) is None]:
+    if missing := [package for package in packages if find_spec(package) is None]:
         raise BadInput(f"{', '.join(missing)} not installed: pip install -e '.[bench]'")
+
+
+def require_data(data: Path, *names: str) -> None:
+    """Raise BadInput if a file or directory of the raw data is missing."""
+    for name in names:
+        if not (data / name).exists():
+            raise BadInput(f"{data / name} does not exist; --data needs {', '.join(names)}")
+
+
+def directory(text: str) -> Path:
+    """An argument type: a directory that exists."""
+    if not Path(text).is_dir():
+        raise ArgumentTypeError(f"{text} is not a directory; create it first")
+    return Path(text)
+
+
+def new_file(text: str) -> Path:
+    """An argument type: a file that can be written, in a directory that exists."""
+    path = Path(text)
+    if path.is_dir():
+        raise ArgumentTypeError(f"{text} is a directory; give a file")
+    directory(str(path.parent))
+    return path
 
 
 def fresh(folder: Path) -> Path:

@@ -8,7 +8,8 @@ It times, for the same batches that train.py takes: every product of the layers 
 two backward products of each, and attention without dropout forward and backward. Attention is the
 fastest of our kernel and two PyTorch versions; in bf16, attention in fp32 is tried too. It leaves
 out embeddings, biases, norms, activations, dropout, residual sums, the loss, clipping and the
-optimizer. Outputs are written to preallocated memory. Prints its measurements as one JSON object.
+optimizer. Inputs are made before the clock starts, and products write to preallocated memory.
+Prints its measurements as one JSON object.
 """
 
 from __future__ import annotations
@@ -111,27 +112,30 @@ class Products:
             torch.mm(y.t(), x, out=gradient)
 
 
-def attend(config: ModelConfig, dtype: torch.dtype, shape: Shape, form: str) -> None:
-    """Attention of all layers, forward and backward: ours, PyTorch's fused kernel, or explicit."""
-    H, D = config.heads, config.hidden // config.heads
+def attend(config: ModelConfig, shape: Shape, form: str, numbers: Tensor) -> None:
+    """Attention of all layers, forward and backward: ours, PyTorch's fused kernel, or explicit. Its
+    inputs are read from the first 3 T C `numbers`."""
+    C, H, D = config.hidden, config.heads, config.hidden // config.heads
     lengths = [length for n, length in shape.runs for _ in range(n)]
     ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    packed = Layout(ends, max(lengths))
+    packed, T = Layout(ends, max(lengths)), sum(lengths)
     for _ in range(config.layers):
         if form == "ours":
-            qkv = torch.ones(sum(lengths), 3, H, D, dtype=dtype, requires_grad=True)
+            qkv = numbers[: 3 * T * C].view(T, 3, H, D).requires_grad_()
             out = attention(qkv, packed)
-            torch.autograd.grad(out, qkv, torch.ones_like(out))
+            torch.autograd.grad(out, qkv, numbers[: T * C].view_as(out))
             continue
         for n, length in shape.runs:
+            size = n * length * C
             q, k, v = (
-                torch.ones(n, H, length, D, dtype=dtype, requires_grad=True) for _ in range(3)
+                part.view(n, H, length, D).requires_grad_()
+                for part in numbers[: 3 * size].split(size)
             )
             if form == "fused":
                 out = scaled_dot_product_attention(q, k, v)
             else:
                 out = torch.softmax(q @ k.transpose(2, 3) / math.sqrt(D), -1) @ v
-            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+            torch.autograd.grad(out, (q, k, v), numbers[:size].view_as(out))
 
 
 def seconds(work: Callable[[Shape], None], every: list[Shape], warmup: int) -> float:
@@ -161,8 +165,10 @@ def measure(
     every = shapes(Path(store), Path(init), rows, length, warmup + steps, dtype)
     products = Products(config, dtype, every)
     taken = seconds(products.run, every, warmup)
+    longest = max(sum(n * length for n, length in shape.runs) for shape in every)
+    ones = torch.ones(3 * longest * config.hidden)
     attending = min(
-        seconds(partial(attend, config, each, form=form), every, warmup)
+        seconds(partial(attend, config, form=form, numbers=ones.to(each)), every, warmup)
         for form in ("ours", "fused", "explicit")
         for each in {dtype, torch.float32}  # one if they are equal
     )

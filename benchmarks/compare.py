@@ -33,7 +33,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -45,10 +44,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from benchmarks.bench import cores, fresh
+from benchmarks.bench import cores, directory, environment, fresh
 from benchmarks.quick import SPECIAL, WORDS
 from benchmarks.waiting import speed
 from xformer.config import flat
+from xformer.data.arguments import CommandParser, whole_number
 from xformer.data.errors import BadInput, Failure
 from xformer.start import run
 
@@ -163,7 +163,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.compare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -178,33 +178,22 @@ def _arguments() -> argparse.Namespace:
         nargs="+",
         metavar="NAME",
         choices=[*EXACT, *TIMED],
-        help=f"Compare only these: {', '.join(EXACT)} exactly, {' and '.join(TIMED)} in time "
+        help=f"Compare only these: {', '.join(EXACT)} exactly, {', '.join(TIMED)} in time "
         "(default: all).",
     )
-    parser.add_argument(
-        "--pairs", type=int, default=9, help="How many pairs of runs are timed (default: 9)."
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=60,
-        help=f"Steps of a timed run, at least {LINES} (default: 60).",
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=cores(),
-        help="Threads of a timed run (default: all cores of this process).",
-    )
+    for name, least, default, about in (
+        ("--pairs", 1, 9, "How many pairs of runs are timed (default: %(default)s)."),
+        ("--steps", LINES, 60, f"Steps of a timed run, at least {LINES} (default: %(default)s)."),
+        ("--threads", 1, cores(), "Threads of a timed run (default: all cores of this process)."),
+    ):
+        parser.add_argument(name, type=whole_number(least), default=default, help=about)
     parser.add_argument(
         "--scratch",
-        type=Path,
+        type=directory,
+        metavar="DIR",
         help="The directory for temporary files (default: the system's).",
     )
     arguments = parser.parse_args()
-    for name, least in (("pairs", 1), ("steps", LINES), ("threads", 1)):
-        if getattr(arguments, name) < least:
-            raise BadInput(f"--{name} {getattr(arguments, name)}: give at least {least}")
     only, recipes = arguments.only, arguments.recipes
     known = {"exact": EXACT, "time": TIMED}.get(only, {})
     if only and recipes and not known.keys() & set(recipes):
@@ -225,16 +214,10 @@ def _version(checkout: Path) -> str:
 
 def start(checkout: Path, arguments: list[str], threads: int = 1) -> subprocess.Popen[str]:
     """Start `python ARGUMENTS` with a checkout's own code."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(checkout),
-        "OMP_NUM_THREADS": str(threads),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=checkout,
-        env=environment,
+        env={**environment(threads), "PYTHONPATH": str(checkout)},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

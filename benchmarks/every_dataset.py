@@ -1,6 +1,6 @@
 """Make a store from every data set in a directory, and write a table of the results.
 
-    python benchmarks/every_dataset.py DATA --output docs/data.md
+    python -m benchmarks.every_dataset DATA --output docs/data.md
 
 DATA holds real data under the names below (GLUE's tasks, SQuAD, DNA, protein, music, text in five
 languages, Java). The table shows the commands that ran. Data sets whose files are missing are left
@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.bench import ROOT, directory, new_file
 from xformer.data.arguments import CommandParser
 from xformer.data.errors import Failure
 from xformer.data.store import UNLABELLED, UNSEEN, Split, Store, open_store
 from xformer.start import run
 
-ROOT = Path(__file__).parents[1]
 SKIP = r"^\[\d+\]"  # footnotes of the Wikipedia text
 
 
@@ -151,12 +151,13 @@ TOKENIZERS = {
 def main() -> None:
     """Run everything and write the table."""
     about = str(__doc__).split("\n")[0]
-    parser = CommandParser(prog="python benchmarks/every_dataset.py", description=about)
-    parser.add_argument("data", type=Path, help="The directory of the raw data.")
-    parser.add_argument("--output", type=Path, required=True, help="The table, as Markdown.")
+    parser = CommandParser(prog="python -m benchmarks.every_dataset", description=about)
+    parser.add_argument("data", type=directory, metavar="DATA", help="The directory of raw data.")
+    about = "The file to write, in Markdown."
+    parser.add_argument("--output", type=new_file, metavar="FILE", required=True, help=about)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        made = Path(directory)
+    with tempfile.TemporaryDirectory() as place:
+        made = Path(place)
         places = {"DATA": arguments.data.resolve(), "TOK": made / "tok", "MADE": made}
         (made / "tok").mkdir()
         for make in (_make_amino, _make_japanese, _make_chinese):
@@ -185,7 +186,7 @@ def main() -> None:
 
 
 _INTRODUCTION = [
-    "Made by `python benchmarks/every_dataset.py DATA --output docs/data.md`. Rows of train /",
+    "Made by `python -m benchmarks.every_dataset DATA --output docs/data.md`. Rows of train /",
     "valid / test; if the source has no splits, they are drawn 90/5/5. A number after `of` counts",
     "questions or MIDI pieces, which are divided into several rows. Labels are those of the",
     "training split, or of all rows if the splits were drawn; a test set with `-` has no labels.",
@@ -224,14 +225,8 @@ def _run(options: str, places: dict[str, Path], output: Path) -> float:
     """Run preprocess.py and return its seconds. Raises Failure with its last line if it fails."""
     arguments = []
     for word in options.split():
-        head, slash, rest = word.partition("/")
-        arguments.append(
-            str(places[head] / rest)
-            if head in places and slash
-            else str(places[head])
-            if head in places
-            else word
-        )
+        head, _, rest = word.partition("/")
+        arguments.append(str(places[head] / rest) if head in places else word)
     command = [sys.executable, "preprocess.py", *arguments, "--output", str(output)]
     started = time.monotonic()
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from xformer.data.errors import Failure
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -33,7 +35,8 @@ LOADED = "XFORMER_FAKE_CUDA"  # set in the environment of a process that has the
 
 def start(module: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """Start `python -m MODULE ARGUMENTS` with a fake CUDA device. It imports from the same places
-    as this process. The library is compiled into `folder`, unless it is there."""
+    as this process. The library is compiled into `folder`, unless it is there. Raises Failure if
+    that fails."""
     spec = find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
@@ -41,7 +44,10 @@ def start(module: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
     line = ["c++", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder / 'include'}", str(SOURCE)]
     line += [f"-L{torch_folder / 'lib'}", f"-Wl,-rpath,{torch_folder / 'lib'}"]
     if not library.exists():
-        subprocess.run([*line, "-lc10", "-ltorch_cpu", "-o", str(library)], check=True)
+        try:
+            subprocess.run([*line, "-lc10", "-ltorch_cpu", "-o", str(library)], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise Failure(f"{SOURCE.name} could not be compiled: {error}") from None
     places = {"PYTHONPATH": os.pathsep.join(sys.path)}
     environment = {**os.environ, **places, "LD_PRELOAD": str(library), LOADED: "1"}
     return subprocess.Popen(

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from benchmarks import bare, machine
 from benchmarks.bare import MASKED, VOCABULARY, shape
+from benchmarks.bench import ROOT
 from benchmarks.steps import CASES, SHAPE
 from xformer import cost
 from xformer.data.batch import Batch, Workload
@@ -54,7 +55,6 @@ from xformer.tasks.classify import Classify
 from xformer.tasks.mlm import MLM
 from xformer.tasks.task import Head, Model, Task
 
-ROOT = Path(__file__).parents[1]
 TOKENS = 8192
 WAYS = ("none", "layers", "graphs", "both")  # system.compile
 # fewer ways for some models, because compiling takes up to a minute
@@ -651,6 +651,10 @@ def _arguments() -> argparse.Namespace:
     given = parser.parse_args()
     if not (CUDA or given.rehearse):
         parser.error("there is no CUDA device; --rehearse runs tiny models on the CPU")
+    if not given.minutes > 0:
+        parser.error(f"--minutes {given.minutes:g} is not allowed; it must be above 0")
+    if given.output and given.output.exists() and not given.output.is_dir():
+        parser.error(f"--output {given.output} is not a directory")
     return given
 
 
@@ -747,7 +751,8 @@ def write_report(folder: Path, about_machine: str, results: dict[str, dict[str, 
     lines += ["| what | value | |", "|---|---|---|"]
     lines += [line for part, result in results.items() for line in table(part, result)]
     seconds = sum(result["seconds"] for result in results.values())
-    text = "\n".join([*lines, "", f"It took {seconds:.0f} s.", ""])
+    end = f"The parts took {seconds:.0f} s together, and on a GPU the checks run at the same time."
+    text = "\n".join([*lines, "", end, ""])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gpu.md").write_text(text, encoding="utf-8")
     told = {"machine": about_machine, "versions": machine.versions(), "parts": results}

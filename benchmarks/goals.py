@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from benchmarks import fake_cuda, launches, report
+from benchmarks.bench import require
 from benchmarks.fake_cuda import Operation
 from xformer.data.arguments import CommandParser
 from xformer.start import run
@@ -84,6 +85,7 @@ def main() -> None:
     output = parser.parse_args().output
     if output:
         report.check_marks(output, BEGIN, END)
+    require("transformers")
     if fake_cuda.LOADED in os.environ:
         for case in CASES:
             print(json.dumps([asdict(ours(case)), asdict(theirs(case))]))
@@ -216,8 +218,11 @@ class Times(NamedTuple):
 
     @property
     def limit(self) -> str:
-        """The part that takes the most milliseconds."""
-        return max(self._asdict(), key=lambda name: getattr(self, name))
+        """What takes the step's time: the host's launches, if the GPU waits for them, or else the
+        longer of the GPU's two parts."""
+        if self.launches > self.products + self.others:
+            return "launches"
+        return "products" if self.products > self.others else "others"
 
 
 def times(case: Case, work: Work, gpu: str, fusion: bool) -> Times:
@@ -245,9 +250,7 @@ def shares(works: Sequence[tuple[Work, Work]]) -> str:
                 share = f"{mine.flops / (took.step / 1000) / PEAK:.0%}"
                 goal = f"{case.share:.0%}" if case.share else ""
                 rows.append([case.name, gpu, how, *cells, share, goal, took.limit])
-    names = (
-        "step, GPU, code, products ms, others ms, launches ms, step ms, of peak, goal, most time"
-    )
+    names = "step, GPU, code, products ms, others ms, launches ms, step ms, of peak, goal, limit"
     return table(names.split(", "), rows)
 
 

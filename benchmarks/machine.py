@@ -42,16 +42,17 @@ def words() -> str:
     known = ", ".join(s.upper() for s in SETS if s in flags) or platform.machine()
     memory = os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     bf16 = "bf16 instructions" if has_bf16() else "no bf16 instructions"
+    threads = "1 thread" if (n := torch.get_num_threads()) == 1 else f"{n} threads"
     cuda = f"; {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else "; no CUDA device"
     return (
         f"{cores()} cores of an {name} ({known}; {bf16}), {memory:.0f} GiB{cuda}. Large matrix "
         f"products reach {gflops(torch.float32):.0f} GFLOP/s in fp32 and "
-        f"{gflops(torch.bfloat16):.0f} GFLOP/s in bf16 on these cores"
+        f"{gflops(torch.bfloat16):.0f} GFLOP/s in bf16 with {threads}"
     )
 
 
 def gflops(dtype: torch.dtype, n: int = 768) -> float:
-    """GFLOP/s of the fastest of six square matrix products on all cores."""
+    """GFLOP/s of the fastest of six square matrix products, on the threads that torch has now."""
     a, b = (torch.ones(n, n, dtype=dtype) for _ in range(2))
     taken = []
     for _ in range(6):

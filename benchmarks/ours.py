@@ -8,7 +8,6 @@ Prints its measurements as one JSON object.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -26,10 +25,12 @@ from xformer.data.errors import Failure
 from xformer.data.store import open_store
 from xformer.monitor import events
 from xformer.parallel import processes
+from xformer.parallel.feed import STEPS_AHEAD
 from xformer.parallel.processes import SystemConfig
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
 from xformer.scoring import score
+from xformer.start import run
 
 RECIPES = {"mlm": "benchmarks/mlm.toml", "classify": "recipes/finetune/classify.toml"}
 
@@ -40,15 +41,15 @@ def train(
     """Run train.py for `steps` steps with a line of the log every `every` steps.
 
     Measures `rate` (real tokens a second after the log's first line), `first` (seconds from the
-    start of the command to that line), `seconds` (of the whole command) and `resident_gib` (the
-    peak of the process).
+    start of the command to that line), `seconds` (of the whole command) and `memory_gib` (the
+    highest resident memory up to the log's last line).
     """
-    run = fresh(bench.folder / "run")
+    out = fresh(bench.folder / "run")
     line = [
         "train.py",
         RECIPES[task],
         f"data={store}",
-        f"run={run}",
+        f"run={out}",
         f"init={init}",
         f"batch.max_tokens={bench.size.length}",
         "optim.lr=1e-4",
@@ -61,11 +62,11 @@ def train(
         *settings,
     ]
     ended = command(line, bench.threads)
-    logged = events(run, "train")
+    logged = events(out, "train")
     took = {"rate": rate(logged)} if len(logged) > 1 else {}
     took |= {"first": logged[0]["time"] - ended.started, "seconds": ended.seconds}
-    took |= {"resident_gib": ended.memory}
-    fresh(run)
+    took |= {"memory_gib": logged[-1]["memory_gib"]}
+    fresh(out)
     return took, ended
 
 
@@ -96,41 +97,38 @@ def evaluate(
         started = time.perf_counter()
         score(net, rows, ranks, precision)
         seconds.append(time.perf_counter() - started)
-    return {
-        "rate": tokens * passes / sum(seconds[1:]),
-        "tokens": tokens,
-        "memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    }
+    return {"rate": tokens * passes / sum(seconds[1:]), "tokens": tokens}
 
 
 def batches(store: str, init: str, batch: list[str], count: int) -> Took:
     """Real tokens a second of the training loop's feed, with masking, in one process. The pages of
-    the store are in memory."""
+    the store are in memory. The feed makes up to STEPS_AHEAD steps at once, so the clock starts and
+    stops between two such groups: after `count` steps or more."""
     warm_up = count // 10 + 1
     keys = [str(ROOT / RECIPES["mlm"]), f"data={store}", "run=none", f"init={init}", *batch]
-    keys.append(f"train.steps={warm_up + count}")
+    keys.append(f"train.steps={warm_up + count + 2 * STEPS_AHEAD}")
     job = prepare(load(Recipe, keys), processes.Ranks(0, 1, torch.device("cpu")))
-    feed, tokens, position = job.feed(), 0, 0
+    feed, position, steps, tokens, started = job.feed(), 0, 0, 0, 0.0
     job.store.verify_in_background(lambda damage: None).join()  # reads every page
-    for number in range(warm_up + count):
-        if number == warm_up:
-            started, tokens = time.perf_counter(), 0
+    while True:
+        if position not in feed.made:
+            if started and steps >= count:
+                break
+            if not started and steps >= warm_up:
+                steps, tokens, started = 0, 0, time.perf_counter()
         step = feed.take(position)
         position = step.end
         if not step.batches or step.batches[0].places is None:
             raise Failure("the feed gave a batch without masks")
-        tokens += step.work.tokens
-    return {"rate": tokens / (time.perf_counter() - started), "a batch": tokens / count}
+        steps, tokens = steps + 1, tokens + step.work.tokens
+    return {"rate": tokens / (time.perf_counter() - started), "a batch": tokens / steps}
 
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    functions: dict[str, Callable[..., Took]] = {
-        "evaluate": evaluate,
-        "batches": batches,
-    }
+    functions: dict[str, Callable[..., Took]] = {"evaluate": evaluate, "batches": batches}
     print(json.dumps(functions[job.pop("do")](**job)))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

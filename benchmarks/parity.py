@@ -21,14 +21,17 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.bench import ROOT, new_file
+
 sys.path.insert(0, str(ROOT / "tests"))  # the tests' own oracle
 
-import oracle  # noqa: E402
-from tiny import distance, padded, random_batch, tiny  # noqa: E402
+import oracle
+from tiny import distance, padded, random_batch, tiny
 
-from xformer import checkpoint as checkpoints  # noqa: E402
-from xformer.convert import hf  # noqa: E402
+from xformer import checkpoint as checkpoints
+from xformer.convert import hf
+from xformer.data.arguments import CommandParser
+from xformer.start import run
 
 NAMES = ["loss", "logits", "embeddings", "hidden states", "maps", "gradients"]
 HEADS = {
@@ -44,13 +47,13 @@ HEADS = {
 
 def main() -> None:
     """Print the tables, or write them to a file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="Write the tables to this file (default: print them).",
+    parser = CommandParser(
+        prog="python -m benchmarks.parity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    about = "Write the tables to this file (default: print them)."
+    parser.add_argument("--output", type=new_file, metavar="FILE", help=about)
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -170,4 +173,4 @@ def round_trip(name: str, kind: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

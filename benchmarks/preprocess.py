@@ -28,8 +28,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.bench import ROOT, cores
-from xformer.data import vocabularies
+from benchmarks.bench import ROOT, cores, directory, new_file, require, require_data
+from benchmarks.prepare import TEXT
+from benchmarks.prepare import VOCABULARY as KNOWN
+from xformer.data import published
 from xformer.data.arguments import CommandParser, whole_number
 from xformer.data.errors import Failure
 from xformer.data.store import open_store
@@ -46,14 +48,12 @@ CHANGED = 0.05  # share of its words with another letter
 
 def prepare(data: Path | None, folder: Path) -> tuple[Path, Path]:
     """(text file, tokenizer directory): from `data` if they are there, otherwise made here."""
-    source = data / "english_wikipedia/train.txt" if data else folder / "pydocs/english.txt"
+    source = data / TEXT if data else folder / "pydocs/english.txt"
     if data is None:
         pydocs.write(folder / "pydocs", overwrite=False)
-    words = data / "vocabs/bert-base-uncased.vocab.txt" if data else None
+    words = data / KNOWN if data else None
     if words is not None and words.is_file():
-        pieces = words.read_text(encoding="utf-8").split("\n")
-        vocabulary = {piece: i for i, piece in enumerate(pieces) if piece}
-        tokenizer = vocabularies.wordpiece(vocabulary, lowercase=True)
+        tokenizer = published.import_tokenizer(words)
     else:
         tokenizer = learn("wordpiece", [source], VOCABULARY, True, TextOptions())
     (folder / "tok").mkdir()
@@ -156,12 +156,13 @@ def _busy() -> float:
 def _load(source: Path, tokenizer: Path) -> tuple[list[str], Any]:
     import tokenizers as fast
 
-    documents: list[str] = []
-    new = True
+    documents = [""]
     for segment, ends in read_documents([source], TextOptions(), lambda _: None):
-        documents[len(documents) - (not new) :] = [segment if new else documents[-1] + segment]
-        new = ends
-    return documents, fast.Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+        documents[-1] += segment
+        if ends:
+            documents.append("")
+    whole = [document for document in documents if document]
+    return whole, fast.Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
 
 
 def apart(function: Callable[[Path, Path], None], source: Path, tokenizer: Path) -> Spent:
@@ -209,7 +210,8 @@ def compare(source: Path, tokenizer: Path, folder: Path, rounds: int) -> list[st
         )
     peak = max(spent.peak for spent in [*taken["all"], *taken["one"]])
     lines += ["", f"Peak memory of our command and its processes: {peak / 1e6:.0f} MB."]
-    return [*lines, bytes_a_token(store, "as it is"), *as_articles(source, tokenizer, folder)]
+    per = "one paragraph per document"
+    return [*lines, bytes_a_token(store, per), *as_articles(source, tokenizer, folder)]
 
 
 def bytes_a_token(path: Path, what: str) -> str:
@@ -276,7 +278,7 @@ def memory(source: Path, tokenizer: Path, folder: Path) -> list[str]:
         f"{size / 1e9:.2f} GB with changed letters in {CHANGED:.0%} of the words: "
         f"{spent.seconds:.0f} s, {rate:.1f} MB/s on {CORES} cores, peak memory "
         f"of all processes {spent.peak / 1e6:.0f} MB.",
-        bytes_a_token(store, "as it is"),
+        bytes_a_token(store, "one paragraph per document"),
     ]
 
 
@@ -289,22 +291,29 @@ def main() -> None:
     parser.add_argument(
         "--data",
         type=Path,
-        help="A directory with english_wikipedia/train.txt "
-        "and, if there is one, vocabs/bert-base-uncased.vocab.txt.",
+        metavar="DIR",
+        help=f"A directory with {TEXT} and, if there is one, {KNOWN} (default: English of "
+        "Python's documentation, and a vocabulary trained on it).",
     )
-    parser.add_argument("--output", type=Path, help="Also write the report to this file.")
+    about = "Also write the report to this file."
+    parser.add_argument("--output", type=new_file, metavar="FILE", help=about)
     about = "How often each program runs (default: %(default)s)."
     parser.add_argument("--rounds", type=whole_number(1), default=5, help=about)
     parser.add_argument(
         "--memory", action="store_true", help="Only measure a large input (minutes, 6 GB of disk)."
     )
-    parser.add_argument("--scratch", type=Path, help="Where to work (default: temporary).")
+    about = "The working directory (default: a temporary directory)."
+    parser.add_argument("--scratch", type=directory, metavar="DIR", help=about)
     parser.add_argument("--only", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only:
         name, source, tokenizer = arguments.only
         {"library": library, "hugging_face": hugging_face}[name](Path(source), Path(tokenizer))
         return
+    if arguments.data:
+        require_data(arguments.data, TEXT)
+    if not arguments.memory:
+        require("datasets")
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as place:
         folder = Path(place).resolve()
         data = arguments.data.resolve() if arguments.data else None

@@ -46,7 +46,7 @@ def spread(values: list[float]) -> str:
 
 def line(row: Row) -> str:
     """A row of the table."""
-    factor = f"{spread(row.values)}{'x' if row.other and row.theirs else ''}" if row.theirs else ""
+    factor = f"{spread(row.values)}x" if row.theirs else ""
     what = f"{row.what}{f' ({row.unit})' if row.unit else ''}"
     note = f"; {row.note}" if row.note else ""
     target, verdict = "", ""
@@ -105,9 +105,7 @@ def section(
 
 
 def table(rows: list[Row]) -> list[str]:
-    """The table of a footnote; rows without a comparison have a shorter form."""
-    if drawable(rows):
-        return [*HEAD, *map(line, rows)]
+    """The table of a footnote, whose rows compare with nothing."""
     measured = (f"| {row.what} ({row.unit}) | {spread(row.ours)} |" for row in rows)
     return ["| what | measured |", "|---|---|", *measured]
 

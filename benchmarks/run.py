@@ -23,7 +23,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks import machine, parts, prepare, report
-from benchmarks.bench import FULL, QUICK, Bench, Row, cores, require_peers, say
+from benchmarks.bench import (
+    FULL,
+    PEERS,
+    QUICK,
+    Bench,
+    Row,
+    cores,
+    directory,
+    require,
+    require_data,
+    say,
+)
 from benchmarks.quick import make_data
 from benchmarks.report import Measured
 from xformer.data.arguments import CommandParser, whole_number
@@ -74,15 +85,12 @@ def _arguments() -> argparse.Namespace:
     known = [*TABLE, *FOOTNOTES]
     if unknown := [part for part in arguments.parts if part not in known]:
         raise BadInput(f"unknown part {unknown[0]!r}; the parts are {', '.join(known)}")
-    require_peers()
+    require(*PEERS)
     if arguments.data is None and not arguments.quick:
         wanted = f"a directory with {prepare.TEXT} and more, see --help"
         raise BadInput(f"--data DIR must be given: {wanted}")
     if not arguments.quick:
-        prepare.check(arguments.data)
-    for folder in (arguments.output, arguments.scratch):
-        if folder is not None and not folder.is_dir():
-            raise BadInput(f"{folder} is not a directory; create it first")
+        require_data(arguments.data, prepare.TEXT, prepare.VOCABULARY, *prepare.TASKS.values())
     if arguments.output:
         _check_output(arguments.output, arguments.quick)
     return arguments
@@ -120,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=directory,
         metavar="DIR",
         help="Write DIR/benchmarks.json and DIR/figures/, and replace the text between the two "
         "marks (HTML comments) in DIR/benchmarks.md (default: only print the table). If you name "
@@ -128,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--scratch",
-        type=Path,
+        type=directory,
         metavar="DIR",
         help="The working directory; the part start needs 11 GB (default: a temporary directory).",
     )

@@ -289,7 +289,7 @@ def models() -> list[str]:
                 number(4 * BYTES * whole / 2**30),
             ]
         )
-    header = "model | parameters, M | of them words | GFLOP a token, 128 | 512 | state, GiB"
+    header = "model | parameters, M | word embeddings, M | GFLOP a token, 128 | 512 | state, GiB"
     return table(header, rows)
 
 

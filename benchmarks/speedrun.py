@@ -26,7 +26,19 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks import machine, prepare, report
-from benchmarks.bench import FULL, ROOT, Bench, command, fresh, module, require_peers, say
+from benchmarks.bench import (
+    FULL,
+    PEERS,
+    ROOT,
+    Bench,
+    command,
+    directory,
+    fresh,
+    module,
+    require,
+    require_data,
+    say,
+)
 from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Head
 from xformer.config import load
@@ -243,16 +255,14 @@ def _arguments() -> argparse.Namespace:
     )
     add, names = parser.add_argument, list(CONTENDERS)
     add("--data", type=Path, metavar="DIR", required=True, help="The directory of the raw data.")
-    add(
-        "--only",
-        nargs="+",
-        choices=names,
-        default=names,
-        help="These contenders.",
-    )
-    add("--seeds", nargs="+", type=whole_number(0), default=[0, 1, 2], help="Default: 0 1 2.")
-    add("--output", type=Path, metavar="DIR", help="Where speedrun.json and speedrun.md are.")
-    add("--scratch", type=Path, metavar="DIR", help="The working directory (1 GB).")
+    about = "The contenders to run (default: all)."
+    add("--only", nargs="+", choices=names, default=names, help=about)
+    about = "The seeds of each contender (default: 0 1 2)."
+    add("--seeds", nargs="+", type=whole_number(0), default=[0, 1, 2], help=about)
+    about = "Where speedrun.json and speedrun.md are (default: only print the table)."
+    add("--output", type=directory, metavar="DIR", help=about)
+    about = "The working directory, which needs 1 GB (default: a temporary directory)."
+    add("--scratch", type=directory, metavar="DIR", help=about)
     add(
         "--ours",
         action="append",
@@ -262,18 +272,11 @@ def _arguments() -> argparse.Namespace:
         f"only model.* and {', '.join(OF_TRAINER)}.",
     )
     arguments = parser.parse_args()
-    wanted = [text for texts in TEXTS.values() for text in texts]
-    for name in wanted:
-        if not (arguments.data / name).is_file():
-            listed = ", ".join(wanted)
-            raise BadInput(f"{arguments.data / name} does not exist; --data needs {listed}")
-    for folder in (arguments.output, arguments.scratch):
-        if folder is not None and not folder.is_dir():
-            raise BadInput(f"{folder} is not a directory; create it first")
+    require_data(arguments.data, *(text for texts in TEXTS.values() for text in texts))
     if arguments.output:
         report.check_marks(arguments.output / "speedrun.md", BEGIN)
     if "trainer" in arguments.only:
-        require_peers()
+        require(*PEERS)
         for setting in arguments.ours:
             if not setting.startswith(("model.", *(f"{key}=" for key in OF_TRAINER))):
                 others = ", ".join(("model.*", *OF_TRAINER))

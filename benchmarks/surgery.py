@@ -1,7 +1,7 @@
 """Time each operation on BERT-base (Zhang et al. 2021, table 7) and a straightforward equivalent.
 
-    python benchmarks/surgery.py
-    python benchmarks/surgery.py --rounds 1 --only reverse_layers
+    python -m benchmarks.surgery
+    python -m benchmarks.surgery --rounds 1 --only reverse_layers
 
 Writes a BERT-base with 109 M random parameters to a temporary directory and runs each operation as
 a command. All times are seconds. "work" is what the command does: open the checkpoint and verify
@@ -31,12 +31,15 @@ from safetensors.torch import load_file, save_file
 from scipy import stats
 from torch import Tensor
 
+from benchmarks.bench import ROOT
 from xformer import checkpoint as checkpoints
 from xformer.data import tokenizers, vocabularies
+from xformer.data.arguments import CommandParser, whole_number
+from xformer.data.errors import BadInput
 from xformer.data.writing import create_store
 from xformer.model.config import ModelConfig
+from xformer.start import run
 
-ROOT = Path(__file__).parents[1]
 WORD = "encoder.embeddings.word.weight"
 PIECES = 30_522
 Weights = dict[str, Tensor]
@@ -165,16 +168,20 @@ def the_obvious_way(change: Callable[[Weights, Path], Weights], directory: Path)
 
 def main() -> None:
     """Print the table of docs/surgery.md."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="Rounds over all operations (default: 5)."
+    parser = CommandParser(
+        prog="python -m benchmarks.surgery",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--only", default="", help="Time operations that begin with this text (default: all)."
-    )
+    about = "Rounds over all operations (default: %(default)s)."
+    parser.add_argument("--rounds", type=whole_number(1), default=5, help=about)
+    about = "Time operations that begin with this text (default: all)."
+    parser.add_argument("--only", default="", metavar="TEXT", help=about)
     parser.add_argument("--alone", action="store_true", help="Do not time the obvious way.")
     arguments = parser.parse_args()
     chosen = {o: case for o, case in CASES.items() if o.startswith(arguments.only)}
+    if not chosen:
+        raise BadInput(f"no operation begins with {arguments.only!r}: {', '.join(CASES)}")
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         make(directory)
@@ -196,4 +203,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

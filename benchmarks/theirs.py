@@ -8,7 +8,6 @@ Prints its measurements as one JSON object.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from dataclasses import dataclass
@@ -117,7 +116,7 @@ def trainer(job: Job, clock: Clock) -> CountingTrainer:
 
 
 def train(job: Job) -> dict[str, float]:
-    """Real tokens a second and share of padding of the steps after the warm-up, and peak memory."""
+    """Real tokens a second and share of padding of the steps after the warm-up."""
     clock = Clock()
     peer = trainer(job, clock)
     started = time.perf_counter()
@@ -128,7 +127,6 @@ def train(job: Job) -> dict[str, float]:
         "rate": sum(real[job.warmup :]) / (clock.ends[-1] - begin),
         "padding": 1 - sum(real[job.warmup :]) / sum(fed[job.warmup :]),
         "tokens": sum(real),
-        "memory_gib": peak_memory(),
     }
 
 
@@ -141,16 +139,7 @@ def evaluate(job: Job) -> dict[str, float]:
         started = time.perf_counter()
         peer.evaluate()
         seconds.append(time.perf_counter() - started)
-    return {
-        "rate": tokens * job.evaluations / sum(seconds[1:]),
-        "tokens": tokens,
-        "memory_gib": peak_memory(),
-    }
-
-
-def peak_memory() -> float:
-    """The peak of the resident memory of this process, in GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return {"rate": tokens * job.evaluations / sum(seconds[1:]), "tokens": tokens}
 
 
 def main() -> None:

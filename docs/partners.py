@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -56,4 +57,8 @@ def main(paths: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    missing = [path for path in sys.argv[1:] if not Path(path).is_file()]
+    if missing or not sys.argv[1:]:
+        print(f"error: {missing[0]} does not exist" if missing else "error: give at least one F.h5")
+        sys.exit(2)
     main(sys.argv[1:])

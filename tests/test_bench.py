@@ -9,6 +9,7 @@ from argparse import Namespace
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ from benchmarks import (
     bench,
     ceiling,
     every_dataset,
+    fake_cuda,
+    first_hour,
+    machine,
     ours,
     prepare,
     preprocess,
@@ -30,7 +34,6 @@ from benchmarks import (
     waiting,
 )
 from benchmarks.bench import QUICK, Bench, Ended, Row
-from benchmarks.machine import has_bf16
 from benchmarks.quick import make_data
 from benchmarks.report import Measured
 from xformer import checkpoint as checkpoints
@@ -41,6 +44,7 @@ from xformer.data.sampler import Samples
 from xformer.data.store import open_store
 from xformer.ops.padding import padded_count
 from xformer.parallel.feed import to_device
+from xformer.start import SPINS, WAITING
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
@@ -59,7 +63,7 @@ def forked(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs train.py as a fork instead of a new process."""
 
     def quickly(arguments: list[str], threads: int) -> Ended:
-        return Ended(good(forks.run(*arguments)).out, 1.0, 0.0, 0.1)
+        return Ended(good(forks.run(*arguments)).out, 1.0, 0.0)
 
     monkeypatch.setattr(ours, "command", quickly)
 
@@ -172,6 +176,31 @@ def test_our_rate_weighs_the_lines_of_the_log_by_their_time() -> None:
     assert ours.rate(events) == (1 * 100 + 3 * 300) / 4
 
 
+def test_the_feed_is_timed_over_whole_groups_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The feed makes four steps at once, of 10 tokens each, in 4 seconds."""
+    clock, masked = [100.0], SimpleNamespace(places=[0])
+
+    class Feed:
+        def __init__(self) -> None:
+            self.made: dict[int, Any] = {}
+
+        def take(self, position: int) -> Any:
+            if position not in self.made:
+                clock[0] += 4
+                work = SimpleNamespace(tokens=10)
+                self.made = {
+                    at: SimpleNamespace(end=at + 1, batches=[masked], work=work)
+                    for at in range(position, position + 4)
+                }
+            return self.made[position]
+
+    store = SimpleNamespace(verify_in_background=lambda told: SimpleNamespace(join=str))
+    monkeypatch.setattr(ours, "prepare", lambda *_: SimpleNamespace(feed=Feed, store=store))
+    monkeypatch.setattr(ours.time, "perf_counter", lambda: clock[0])
+    for count in (1, 5, 10, 43):
+        assert ours.batches("a", "b", [], count) == {"rate": 10.0, "a batch": 10.0}
+
+
 def test_the_ceiling_uses_the_batches_of_training(quick: Bench) -> None:
     pytest.importorskip("datasets", reason="datasets (extra bench) is not here")
     trial, _ = prepare.trial(quick, prepare.lines(quick), "lines", 8)
@@ -194,9 +223,10 @@ def test_the_ceiling_uses_the_batches_of_training(quick: Bench) -> None:
     products = ceiling.Products(config, torch.float32, shapes)
     with FlopCounterMode(display=False) as counter:
         products.run(shapes[1])
-        ceiling.attend(config, torch.float32, shapes[1], form="explicit")
+        ones = torch.ones(3 * len(batch.tokens) * config.hidden)
+        ceiling.attend(config, shapes[1], "explicit", ones)
     for form in ("ours", "fused"):
-        ceiling.attend(config, torch.bfloat16, shapes[1], form=form)
+        ceiling.attend(config, shapes[1], form, ones.bfloat16())
     squares = sum(n * length**2 for n, length in shapes[1].runs)
     C, F, V = config.hidden, config.intermediate, config.vocab_size
     layers = config.layers * (6 * C * C * shapes[1].tokens + 4 * C * squares)
@@ -204,6 +234,22 @@ def test_the_ceiling_uses_the_batches_of_training(quick: Bench) -> None:
     layers += (2 * C * C + 4 * C * F) * rest
     head = (2 * C * C + 2 * C * V) * shapes[1].masked
     assert counter.get_total_flops() == 3 * (layers + head)
+
+
+def test_a_contestant_waits_as_openmp_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer must not inherit how our commands wait. `waiting` measures what that costs."""
+    monkeypatch.setenv("GOMP_SPINCOUNT", SPINS)
+    assert not bench.environment(3).keys() & set(WAITING)
+    assert bench.environment(3)["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_machine_is_described_with_the_threads_that_were_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "gflops", lambda dtype: 1.0)
+    for threads, words in ((1, "with 1 thread"), (2, "with 2 threads")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert machine.words().endswith(f"in bf16 {words}")
 
 
 # ----------------------------------------------------------------------------------- the tables
@@ -284,6 +330,18 @@ def test_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ("waiting --steps 2", "--steps: 2 is not allowed; it must be at least 3"),
         ("analysis --rounds 0", "--rounds: 0 is not allowed; it must be at least 1"),
         ("preprocess --rounds 0", "--rounds: 0 is not allowed; it must be at least 1"),
+        ("preprocess --data DIR", "english_wikipedia/train.txt does not exist; --data needs engl"),
+        ("preprocess --output DIR/absent/page.md", "--output: .*/absent is not a directory"),
+        ("preprocess --scratch DIR/absent", "--scratch: .*/absent is not a directory; create it"),
+        ("precision speed --data DIR --output DIR", "does not exist; --data needs english_wiki"),
+        ("precision speed --data DIR --output DIR/absent", "absent is not a directory; create it"),
+        ("compare . . --steps 11", "--steps: 11 is not allowed; it must be at least 12"),
+        ("compare . . --scratch DIR/absent", "--scratch: .*/absent is not a directory; create it"),
+        ("surgery --rounds 0", "--rounds: 0 is not allowed; it must be at least 1"),
+        ("surgery --only reverse_heads", "no operation begins with 'reverse_heads': reverse_lay"),
+        ("parity --output DIR", "--output: .* is a directory; give a file"),
+        ("every_dataset DIR/absent --output DIR/page.md", "absent is not a directory; create it"),
+        ("every_dataset DIR --output DIR/absent/page.md", "absent is not a directory; create it"),
     ],
 )
 def test_each_benchmark_refuses_bad_arguments(
@@ -291,13 +349,37 @@ def test_each_benchmark_refuses_bad_arguments(
 ) -> None:
     """Before it measures anything."""
     (tmp_path / "page.md").write_text("nothing of ours\n")
-    name, *words = line.replace("PAGE", str(tmp_path / "page.md")).split()
+    line = line.replace("PAGE", "DIR/page.md").replace("DIR", str(tmp_path))
+    name, *words = line.split()
     monkeypatch.setattr(sys, "argv", [name, *words])
     with pytest.raises(BadInput, match=message):
         import_module(f"benchmarks.{name}").main()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--minutes", "-1"), "--minutes -1 is not allowed; it must be above 0"),
+        (("--output", __file__), "test_bench.py is not a directory"),
+    ],
+)
+def test_the_first_hour_refuses_bad_arguments(
+    words: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.first_hour", "--rehearse", *words])
+    with pytest.raises(SystemExit):
+        first_hour.main()
+    assert message in capsys.readouterr().err
+
+
 def test_a_command_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with monkeypatch.context() as context:
+        context.setenv("PATH", str(tmp_path))
+        with pytest.raises(Failure, match=r"fake_cuda\.cpp could not be compiled: .*'c\+\+'"):
+            fake_cuda.start("benchmarks.launches", tmp_path)
     with pytest.raises(Failure, match=r"^false ended with status 1$"):
         preprocess.timed(["false"])
     code, start = "import sys; sys.exit(f'bad: {sys.argv}')", subprocess.Popen
@@ -353,7 +435,7 @@ def test_a_quick_run_writes_its_table(tmp_path: Path, monkeypatch: pytest.Monkey
     content = read_json(tmp_path / "benchmarks.json")
     assert [part["part"] for part in content["measured"]] == ["mixed", "start"]
     rows = [Row(**row) for part in content["measured"] for row in part["rows"]]
-    mixed = [5.5, 5.5, 0.9] * (2 if has_bf16() else 1)
+    mixed = [5.5, 5.5, 0.9] * (2 if machine.has_bf16() else 1)
     assert [row.target for row in rows] == [*mixed, 8.0, None, 1.05]
     assert all(value > 0 for row in rows[: len(mixed)] for value in (*row.ours, *row.theirs))
     page = (tmp_path / "benchmarks.md").read_text()

@@ -14,6 +14,7 @@ from helpers import task
 from tiny import random_batch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.goals import Times
 from benchmarks.scaling import reduction_seconds
 from xformer import cost
 from xformer.data.batch import Workload
@@ -178,6 +179,18 @@ def test_network_and_utilisation_by_hand() -> None:
     assert cost.utilisation(4e12, 2.0, 1e12, 4) == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(
+    ("products", "others", "launches", "limit"),
+    [(6, 8, 30, "launches"), (26, 25, 30, "products"), (14, 17, 30, "others")],
+)
+def test_launches_limit_a_step_only_if_the_gpu_waits_for_them(
+    products: float, others: float, launches: float, limit: str
+) -> None:
+    times = Times(products, others, launches)
+    assert times.limit == limit
+    assert times.step == max(products + others, launches)
+
+
 @pytest.mark.slow
 def test_the_tables_of_scaling_are_the_programs(root: Path) -> None:
     """docs/scaling.md holds what benchmarks/scaling.py prints, and what it must add up to."""
@@ -189,7 +202,7 @@ def test_the_tables_of_scaling_are_the_programs(root: Path) -> None:
         check=True,
     )
     page = (root / "docs/scaling.md").read_text(encoding="utf-8")
-    assert done.stdout.strip() in page, "run python benchmarks/scaling.py --output docs/scaling.md"
+    assert done.stdout.strip() in page, "run python -m benchmarks.scaling --output docs/scaling.md"
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if "|" in line]
     runs = {row[0]: int(row[1]) for row in rows if row[0].startswith("Zhang")}
     assert sum(runs.values()) == 3 * 9 * 21 + 9 * 6  # three runs in sections 3-4, one in 5-6

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 from faults import damage, deaths, many
+from faults.__main__ import main
 from faults.inject import KILL, POWER
 from faults.works import Bench, Row
 from helpers import Forks
 from toys import Toys
+
+from xformer.data.errors import BadInput
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +25,21 @@ def good(*rows: Row) -> None:
     for row in rows:
         assert (row.lost, row.wrong) == (0, 0), (row.fault, row.notes)
         assert row.times > 0, row.fault
+
+
+def test_bad_arguments_are_refused_before_the_first_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("no marks\n")
+    for line, message in (
+        (f"--output {page}", "page.md has no place for the table"),
+        ("--kills 0", "--kills: 0 is not allowed; it must be at least 1"),
+        ("--only kils", "'kils' is none of kills, moments"),
+    ):
+        monkeypatch.setattr("sys.argv", ["faults", *line.split()])
+        with pytest.raises(BadInput, match=message):
+            main()
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def forked(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs each command as a fork, and says that it took a minute."""
 
     def quickly(arguments: list[str], threads: int) -> Ended:
-        return Ended(good(forks.run(*arguments)).out, 60.0, 0.0, 0.1)
+        return Ended(good(forks.run(*arguments)).out, 60.0, 0.0)
 
     monkeypatch.setattr(speedrun, "command", quickly)
 
@@ -115,7 +115,7 @@ def test_bad_arguments_are_refused(
 ) -> None:
     with pytest.raises(BadInput, match=r"english_books/train.txt.gz does not exist; --data needs"):
         call(monkeypatch, "--data", str(tmp_path))
-    monkeypatch.setattr(speedrun, "require_peers", lambda: None)
+    monkeypatch.setattr(speedrun, "require", lambda *packages: None)
     with pytest.raises(BadInput, match=r"--ours masking\.probability=0\.4 does not reach the"):
         call(monkeypatch, "--data", str(data), "--ours", "masking.probability=0.4")
     with pytest.raises(BadInput, match="absent is not a directory; create it first"):

@@ -40,7 +40,7 @@ from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.mixture import Mixture
 from xformer.data.sampler import Samples
-from xformer.monitor import Monitor, curves
+from xformer.monitor import Monitor, curves, peak_memory
 from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import ALONE, Ranks
 from xformer.prepare import prepare
@@ -856,6 +856,14 @@ def test_tensorboard_and_log(learned: dict[str, Path]) -> None:
         assert {"event", "step", "time"} <= set(record)
         if record["event"] == "train":
             assert numbers.keys() <= set(record)
+
+
+def test_the_peak_is_that_of_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`getrusage` also counts the memory of the process that started this one."""
+    status = "VmPeak:\t 9437184 kB\nVmHWM:\t 1048576 kB\nVmRSS:\t 524288 kB\n"
+    for text, peak in ((status, 1.0), (status.replace("VmHWM", "VmNew"), 0.5), ("", 0.0)):
+        monkeypatch.setattr(Path, "read_text", lambda path, text=text: text)
+        assert peak_memory(torch.device("cpu")) == peak
 
 
 def test_help_explains_every_key() -> None:

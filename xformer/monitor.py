@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import shutil
 import time
 from collections.abc import Callable
@@ -329,7 +328,9 @@ def _copy_aside(path: Path, content: bytes) -> str:
 
 def peak_memory(device: torch.device) -> float:
     """The peak memory in GiB: that of CUDA's allocator, or on a CPU the resident memory of this
-    process."""
+    process (0 if the system does not tell)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+    # getrusage would also count the memory of the process that started this one
+    told = re.search(r"Vm(?:HWM|RSS):\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return int(told[1]) / 2**20 if told else 0.0

@@ -12,7 +12,6 @@ Prints a table. With --output, the table is also written into a document between
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import tempfile
 import time
@@ -23,9 +22,14 @@ from pathlib import Path
 import toys
 from helpers import Forks
 
+from benchmarks import report
+from benchmarks.bench import directory, new_file
 from faults import damage, deaths, haul, many, ranks
 from faults.inject import ERRORS, KILL, POWER
 from faults.works import Bench, Row, as_json
+from xformer.data.arguments import CommandParser, whole_number
+from xformer.data.files import read_json
+from xformer.start import run
 
 BEGIN, END = "<!-- faults -->", "<!-- end of faults -->"
 
@@ -99,7 +103,7 @@ def table(rows: list[Row]) -> str:
 def main() -> None:
     """Parse the command line, and make the faults."""
     given = _arguments()
-    rows = [Row(**row) for file in given.add for row in json.loads(file.read_text())]
+    rows = [Row(**row) for file in given.add for row in read_json(file)]
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.scratch)))
         (scratch / "toys").mkdir()
@@ -125,31 +129,28 @@ def main() -> None:
                     given.json.write_text(as_json(rows) + "\n")
     print(f"\n{table(rows)}")
     if given.output is not None:
-        text = given.output.read_text()
-        before, _, rest = text.partition(BEGIN)
-        after = rest.partition(END)[2]
-        given.output.write_text(f"{before}{BEGIN}\n{table(rows)}{END}{after}")
+        report.write(given.output, f"{BEGIN}\n{table(rows)}{END}", BEGIN, END)
     raise SystemExit(any(row.lost or row.wrong for row in rows))
 
 
 def _arguments() -> argparse.Namespace:
     """The command line. `only` is a list of cases."""
-    parser = argparse.ArgumentParser(
-        prog="python -m faults", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = CommandParser(prog="python -m faults", description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--only", metavar="A,B", help=f"Some of {', '.join(CASES)} (default: all).")
-    add("--kills", type=int, default=500, help="Kills at random moments (default: 500).")
-    add(
-        "--most",
-        type=int,
-        default=10**6,
-        metavar="N",
-        help="Try N operations on files of each work at most, spread evenly (default: all).",
-    )
-    add("--steps", type=int, default=20_000, help="Steps of the long run (default: 20,000).")
-    add("--jobs", type=int, default=2, help="How many at a time (default: 2).")
-    add("--json", type=Path, metavar="FILE", help="Also write all to this file.")
+    for name, least, default, about in (
+        ("--kills", 1, 500, "Kills at random moments (default: %(default)s)."),
+        (
+            "--most",
+            2,
+            10**6,
+            "Try N operations on files of each work at most, spread evenly (default: all).",
+        ),
+        ("--steps", 2000, 20_000, "Steps of the long run (default: %(default)s)."),
+        ("--jobs", 1, 2, "How many at a time (default: %(default)s)."),
+    ):
+        add(name, type=whole_number(least), default=default, metavar="N", help=about)
+    add("--json", type=new_file, metavar="FILE", help="Also write all to this file.")
     add(
         "--add",
         type=Path,
@@ -159,18 +160,16 @@ def _arguments() -> argparse.Namespace:
         help="Rows of parts that ran before, as --json wrote them.",
     )
     add("--output", type=Path, metavar="FILE", help=f"Write the table between {BEGIN} and {END}.")
-    add(
-        "--scratch",
-        type=Path,
-        metavar="DIR",
-        help="Where to work (default: a temporary directory).",
-    )
+    about = "The working directory (default: a temporary directory)."
+    add("--scratch", type=directory, metavar="DIR", help=about)
     given = parser.parse_args()
     given.only = given.only.split(",") if given.only else list(CASES)
     if unknown := set(given.only) - set(CASES):
         parser.error(f"{unknown.pop()!r} is none of {', '.join(CASES)}")
+    if given.output is not None:
+        report.check_marks(given.output, BEGIN, END)
     return given
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -413,15 +413,15 @@ def main() -> None:
     if given.list:
         print("\n".join(names))
         return
+    chosen = given.only.split(",") if given.only else names
+    if unknown := set(chosen) - set(names):
+        parser.error(f"no reader is called {unknown.pop()!r}; see --list")
     with tempfile.TemporaryDirectory() as temporary:
         ground = make_ground((given.ground or Path(temporary) / "ground").absolute())
         if given.replay is not None:
             trial = Trial(given.replay.parent.name, ground, Path(temporary) / "trial")
             print(trial(given.replay.read_bytes()) or "no fault")
             return
-        chosen = given.only.split(",") if given.only else names
-        if unknown := set(chosen) - set(names):
-            parser.error(f"no reader is called {unknown.pop()!r}; see --list")
         given.findings.mkdir(parents=True, exist_ok=True)
         for line in fuzz(chosen, ground, given.findings.absolute(), given.seconds):
             print(line, flush=True)
