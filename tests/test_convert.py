@@ -944,5 +944,7 @@ def test_the_installed_encoders_fill_masks() -> None:
     assert fill_mask(brackets, "w7 w9 w9 [MASK]", 1)[0][0][1] == "w7"  # closes it
     with pytest.raises(BadInput, match="top=0: give at least 1"):
         fill_mask(english, "[MASK]", 0)
+    with pytest.raises(BadInput, match="is not UTF-8; type it in a terminal that uses UTF-8"):
+        fill_mask(english, "caf\udce9 [MASK]", 1)
     shown = command("-m", "xformer.convert", "inspect", "micro/english").out
     assert "installed with the package" in shown

@@ -11,6 +11,7 @@ import math
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ import torch
 from fake_device import eight_ranks, splits
 from helpers import command
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import bare, fake_cuda, first_hour
 from benchmarks.steps import CASES, STEPS
 from xformer import optim
 from xformer.data.errors import BadInput
-from xformer.ops import attention
+from xformer.ops import attention, native, vocabulary_loss
 from xformer.parallel import compiled, processes
 
 READ = "_local_scalar_dense"  # the host reads a number from the device
@@ -272,6 +274,54 @@ def test_a_kernel_that_differs_or_fails_is_not_used(monkeypatch: pytest.MonkeyPa
     assert "no_such_attention" in note
     assert note.endswith("on this device: the plain way is used, which is slower")
     assert attention.untrusted == {"flash", "efficient"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "changes"),
+    [
+        ("_flash", {}),
+        ("_flash", {"dropout": 0.1, "window": 2}),
+        ("_flash", {"dtype": torch.float16, "head": 256}),
+        ("_efficient", {"dtype": torch.float32}),
+        ("plain", {"head": 264}),
+        ("plain", {"untrusted": {"flash"}}),
+        ("plain", {"dtype": torch.float32, "dropout": 0.1}),
+        ("plain", {"dtype": torch.float32, "window": 2}),
+        ("plain", {"dtype": torch.float32, "untrusted": {"efficient"}}),
+        ("plain", {"longest": 0}),
+        ("plain", {"asked": True}),
+        ("plain", {"asked": True, "dtype": torch.float32}),
+    ],
+)
+def test_which_kernel_computes_attention(
+    kernel: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"dtype": torch.bfloat16, "head": 8, "dropout": 0.0, "window": 0, "longest": 6}
+    given |= {"asked": False, "untrusted": set(), **changes}
+    called: list[str] = []
+    for name in ("_flash", "_efficient", "plain", "_run_by_run"):
+        monkeypatch.setattr(attention, name, lambda *_, name=name: called.append(name))
+    monkeypatch.setattr(attention, "untrusted", given["untrusted"])
+    asked = native.only_plain() if given["asked"] else nullcontext()
+    with FakeTensorMode(), asked:
+        qkv = torch.empty(6, 3, 2, given["head"], dtype=given["dtype"], device="cuda")
+        bounds = torch.empty(2, dtype=torch.int32, device="cuda")
+        where = attention.Layout(bounds, given["longest"], given["window"])
+        attention.attention(qkv, where, given["dropout"])
+    assert called == [kernel]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_loss_takes_one_pass_unless_the_plain_way_is_asked(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    for name in ("one_pass", "plain"):
+        monkeypatch.setattr(vocabulary_loss, name, lambda *_, name=name: called.append(name))
+    with FakeTensorMode(), native.only_plain() if asked else nullcontext():
+        shapes = [(6, 8), (50, 8), (50,), (6,)]
+        vocabulary_loss.vocabulary_loss(*(torch.empty(shape, device="cuda") for shape in shapes))
+    assert called == ["plain" if asked else "one_pass"]
 
 
 def test_more_ranks_than_devices_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,6 +265,12 @@ BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
     ("classes", ["data={data}/classes", "split=dev"], ["no split 'dev'", "train, valid, test"]),
     ("classes", ["data={data}/classes", "splt=test"], ["unknown key splt; did you mean split?"]),
     ("classes", ["data={data}/classes", "top=0"], ["top=0"]),
+    ("classes", ["data={data}/classes", "threshold=0"], ["threshold= applies only to span heads"]),
+    (
+        "classes",
+        ["input={others}/short.tsv", "threshold=0"],
+        ["this checkpoint's head is classify"],
+    ),
     ("classes", ["data={data}/classes", "out={others}/absent/x.json"], ["absent/x.json cannot be"]),
     ("classes", ["data={data}/classes", "out={others}"], ["others0 cannot be written"]),
     (
