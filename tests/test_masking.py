@@ -154,6 +154,33 @@ def test_the_share_of_masked_tokens_falls_and_a_run_resumes_in_it(
     )
 
 
+def neighbours(run: Path) -> float:
+    """The share of a run's first masked tokens whose right neighbour is masked, too."""
+    pairs = words = 0
+    for step in range(1, 9):
+        for *_, batch in batches_of(run, step)[3]:
+            assert batch.places is not None
+            masked = np.zeros(len(batch.tokens), bool)
+            masked[batch.places] = True
+            inside = batch.positions[1:] > 0
+            inside[np.append(batch.cu_seqlens[1:-1] - 2, len(inside) - 1)] = False  # the last word
+            pairs += int((masked[:-1] & masked[1:] & inside).sum())
+            words += int((masked[:-1] & inside).sum())
+    return pairs / words
+
+
+def test_spans_reach_training(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """Without them a token is masked as often as any other, whatever its neighbour is."""
+    shares = {}
+    for spans in ("false", "true"):
+        run = tmp_path / spans
+        more = ["masking.probability=0.3", f"masking.spans={spans}", "train.steps=8"]
+        good(forks.run(*training(SMOKE, data.text, run, *LINE, *more)))
+        shares[spans] = neighbours(run)
+    assert shares["false"] == pytest.approx(0.3, abs=0.06)
+    assert shares["true"] > 0.6
+
+
 def test_two_ranks_mask_what_one_masks(forks: Forks, data: Toys, tmp_path: Path) -> None:
     events = []
     for ranks in (1, 2):
