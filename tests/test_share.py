@@ -23,7 +23,7 @@ from xformer import checkpoint as checkpoints
 from xformer import config
 from xformer.checkpoint import Checkpoint
 from xformer.convert import hf, share
-from xformer.convert.card import Card
+from xformer.convert.card import Card, _without_paths
 from xformer.data import vocabularies
 from xformer.data.batch import Assembler
 from xformer.data.files import file_checksum, read_json
@@ -369,3 +369,19 @@ def test_a_card_has_each_environment_of_a_resumed_run(run: Path) -> None:
         ("0", torch.__version__, "1 process"),
         ("4", "9.9", "2 processes"),
     ]
+
+
+def test_a_card_tells_no_place_on_the_disk() -> None:
+    told = _without_paths(
+        {
+            "init": "/somewhere/private/bert",
+            "surgery": [{"op": "graft", "source": "/somewhere/else/roberta"}, {"op": "clean"}],
+            "data": ("~/corpora/english", "books"),
+            "mapping": None,
+        }
+    )
+    assert told == {
+        "init": "bert",
+        "surgery": [{"op": "graft", "source": "roberta"}, {"op": "clean"}],
+        "data": ["english", "books"],
+    }
