@@ -192,6 +192,14 @@ def test_two_ranks_mask_what_one_masks(forks: Forks, data: Toys, tmp_path: Path)
     assert events[0] == pytest.approx(events[1], abs=1e-5)
 
 
+def test_the_share_of_masked_tokens_is_planned_for_the_whole_run(data: Toys) -> None:
+    values = [f"data={data.text}", "run=-", "head=mlm", "batch.max_tokens=20", "batch.rows=8"]
+    values += ["masking.probability=0.6", "masking.final=0.1", "train.steps=50"]
+    plan = prepare(validate(Recipe, parse_overrides(Recipe, values)), ALONE).feed().masking
+    assert plan is not None
+    assert [plan.share(at) for at in (0, 200, 400, 500)] == pytest.approx([0.6, 0.35, 0.1, 0.1])
+
+
 def test_validation_masks_as_without_spans_and_schedule(data: Toys) -> None:
     def batch(*settings: str) -> np.ndarray:
         values = [f"data={data.text}", "run=-", "head=mlm", "batch.max_tokens=20", *settings]

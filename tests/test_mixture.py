@@ -131,6 +131,33 @@ def mixed(both: list[str], run: Path, *settings: str) -> list[str]:
     return training(SMOKE, json.dumps(both), run, *common, *settings)
 
 
+def shares(both: list[str], samples: slice, *settings: str) -> np.ndarray:
+    """The share of each store in some samples of a run of 30 steps of 8 rows."""
+    shape = ["run=-", "head=mlm", "batch.rows=8", "batch.max_tokens=20", "train.steps=30"]
+    values = [f"data={json.dumps(both)}", *shape, *settings]
+    setup = prepare(validate(Recipe, parse_overrides(Recipe, values)), ALONE)
+    assert isinstance(setup.samples, Mixture)
+    rows = setup.samples.at(np.arange(240)[samples])[0]
+    return np.bincount(stores_of(setup.samples, rows), minlength=2) / len(rows)
+
+
+@pytest.mark.parametrize("temperature", [1, 2, 5])
+def test_a_temperature_makes_stores_of_unlike_sizes_more_alike(
+    both: list[str], temperature: int
+) -> None:
+    """A store of n rows has the weight n^(1 / temperature)."""
+    weights = np.array([open_store(path).split("train").rows for path in both]) ** (1 / temperature)
+    actual = shares(both, slice(None), f"mixture.temperature={temperature}")
+    assert actual == pytest.approx(weights / weights.sum(), abs=0.01)
+
+
+def test_weights_move_from_the_first_to_the_final_ones(both: list[str]) -> None:
+    moving = ("mixture.weights=[3, 1]", "mixture.final=[0, 1]")
+    assert shares(both, slice(0, 24), *moving) == pytest.approx([0.71, 0.29], abs=0.05)
+    assert shares(both, slice(108, 132), *moving) == pytest.approx([0.375, 0.625], abs=0.05)
+    assert shares(both, slice(-24, None), *moving) == pytest.approx([0.04, 0.96], abs=0.05)
+
+
 SETTINGS = {
     "weights": ["mixture.weights=[3, 2]", "train.steps=30"],
     "tokens": ["mixture.temperature=2", "train.steps=30", "batch.tokens=100"],
