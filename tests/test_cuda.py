@@ -296,6 +296,7 @@ def test_a_kernel_that_differs_or_fails_is_not_used(monkeypatch: pytest.MonkeyPa
 def test_which_kernel_computes_attention(
     kernel: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    given: dict[str, Any]
     given = {"dtype": torch.bfloat16, "head": 8, "dropout": 0.0, "window": 0, "longest": 6}
     given |= {"asked": False, "untrusted": set(), **changes}
     called: list[str] = []

@@ -415,8 +415,8 @@ def test_of_a_repository_of_the_hub_one_kind_of_weights_is_fetched(
     monkeypatch.setattr(hub, "snapshot_download", fetch)
     for kind in ("model.safetensors", "pytorch_model.bin"):  # the second only without the first
         out = tmp_path / kind
-        assert run(capfd, "from-hf", "some/model", out)[0] == 0
-        made = checkpoints.load(out)
+        assert run(capfd, "from-hf", "some/model", place)[0] == 0
+        made = checkpoints.load(place)
         assert (made.config.hidden, made.history[0]["repository"]) == (39, "some/model")
         assert {f.name for f in cache.iterdir() if f.suffix in (".safetensors", ".bin")} == {kind}
         assert {f.name for f in there.iterdir()} - {f.name for f in cache.iterdir()} <= {
