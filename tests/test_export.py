@@ -414,7 +414,7 @@ def test_of_a_repository_of_the_hub_one_kind_of_weights_is_fetched(
 
     monkeypatch.setattr(hub, "snapshot_download", fetch)
     for kind in ("model.safetensors", "pytorch_model.bin"):  # the second only without the first
-        out = tmp_path / kind
+        place = tmp_path / kind
         assert run(capfd, "from-hf", "some/model", place)[0] == 0
         made = checkpoints.load(place)
         assert (made.config.hidden, made.history[0]["repository"]) == (39, "some/model")
