@@ -245,8 +245,8 @@ def test_a_registered_claim_waits_for_its_seeds(file: Path, tmp_path: Path) -> N
     gain = [0.1, 0.11, 0.12, 0.1, 0.13]
     states = {}
     for registered, failed in ((0, (2, 3)), (4, ()), (4, (2, 3)), (4, (3,))):
-        other = text.replace("seeds.seed = 2", f"seeds.seed = {registered}")
-        file.write_text(other if registered else other.replace(REGISTRATION, "[scales.mini]"))
+        asked = REGISTRATION.replace("seeds.seed = 2", f"seeds.seed = {registered}")
+        file.write_text(text.replace(REGISTRATION, asked if registered else "\n[scales.mini]\n"))
         root = tmp_path / f"{registered} {len(failed)}"
         root.mkdir()
         plan = plan_of(file, root, data=str(tmp_path / "data"))
