@@ -9,7 +9,7 @@
 # make bench DATA=DIR  compare the speed with transformers: about 40 minutes on 2 cores
 # make docs            build the site in site/: half a minute; downloads packages only the first time
 # make gpu             check correctness and speed on a CUDA machine: about 8 minutes; writes docs/gpu.md;
-#                      GPU='--only waits' is given to benchmarks.first_hour
+#                      GPU='--only waits' runs one part (python -m benchmarks.first_hour --help)
 # make gpu-pack        download packages into .gpu/ for a CUDA machine that has no network
 # make clean           delete .venv and the build files
 # All except gpu and clean first create the environment .venv if it is missing. PYTHON=python3.12 chooses its

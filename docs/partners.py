@@ -59,6 +59,7 @@ def main(paths: Sequence[str]) -> None:
 if __name__ == "__main__":
     missing = [path for path in sys.argv[1:] if not Path(path).is_file()]
     if missing or not sys.argv[1:]:
-        print(f"error: {missing[0]} does not exist" if missing else "error: give at least one F.h5")
+        wrong = f"{missing[0]} does not exist" if missing else "give at least one F.h5"
+        print(f"error: {wrong}", file=sys.stderr)
         sys.exit(2)
     main(sys.argv[1:])

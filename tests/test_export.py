@@ -402,6 +402,7 @@ def test_of_a_repository_of_the_hub_one_kind_of_weights_is_fetched(
     tiny("BertModel", there)
     weights = load_file(there / "model.safetensors")
     torch.save(weights, there / "pytorch_model.bin")
+    shutil.copyfile(there / "model.safetensors", there / "adapter_model.safetensors")
     cache.mkdir()
 
     def fetch(name: str, allow_patterns: list[str]) -> str:
@@ -422,6 +423,7 @@ def test_of_a_repository_of_the_hub_one_kind_of_weights_is_fetched(
         assert {f.name for f in there.iterdir()} - {f.name for f in cache.iterdir()} <= {
             "model.safetensors",
             "pytorch_model.bin",
+            "adapter_model.safetensors",
         }
         shutil.rmtree(cache)
         cache.mkdir()

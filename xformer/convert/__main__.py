@@ -195,8 +195,8 @@ def _directory(source: str) -> Path:
         raise lacks(what, "huggingface_hub", "hub") from None
     small = ["*.json", "*.txt", "*.model"]
     try:
-        path = Path(snapshot_download(source, allow_patterns=[*small, "*.safetensors"]))
-        if not any(path.glob("*.safetensors")):
+        path = Path(snapshot_download(source, allow_patterns=[*small, "model*.safetensors"]))
+        if not any(path.glob("model*.safetensors")):
             snapshot_download(source, allow_patterns=["pytorch_model*.bin"])
         return path
     except (HfHubHTTPError, HFValidationError, OSError) as error:
