@@ -24,13 +24,13 @@ HEADERS = ("claim (MiniLM is sentence-tuned)", "verdict", *GLANCE, "study")
 
 
 def rows_kept(directory: Path) -> Iterator[tuple[str, ...]]:
-    """A row for each claim of the kept results. Raises ValueError if a file is of an earlier
+    """A row for each claim of the kept results. Raises ValueError if a file is of another
     version."""
     for path in sorted(directory.glob(f"*.{CLAIMS}")):
         study = path.name.removesuffix(f".{CLAIMS}")
-        records = json.loads(path.read_text(encoding="utf-8"))["claims"]
-        if any("shown" not in record for record in records):
-            raise ValueError(f"{path} is of an earlier version; run the study {study} again")
+        records = json.loads(path.read_text(encoding="utf-8")).get("claims", [])
+        if not records or any("shown" not in record for record in records):
+            raise ValueError(f"{path} is not of this version; run the study {study} again")
         for text, parts in groupby(records, key=lambda record: record["text"]):
             every = list(parts)
             state = every[0]["verdict"]

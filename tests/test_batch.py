@@ -21,7 +21,7 @@ from xformer.data import batch as batches
 from xformer.data import mapping, masking, sampler, vocabularies
 from xformer.data.batch import CHUNK, Assembler, Batch, Masks, chunks, ragged_arange, truncate
 from xformer.data.errors import BadInput
-from xformer.data.hashing import key
+from xformer.data.hashing import EPOCH, key, key_with_each
 from xformer.data.sampler import Samples, Stream, permute
 from xformer.data.store import Ragged, Split, Store, open_store
 from xformer.data.tokenizers import Tokenizer
@@ -106,6 +106,12 @@ def test_an_image_depends_on_its_own_position_alone(data: st.DataObject) -> None
     asked = np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=50)), np.int64)
     secret = key(data.draw(st.integers(0, 9)))
     assert np.array_equal(permute(asked, n, secret), permute(np.arange(n), n, secret)[asked])
+
+
+@given(st.lists(st.integers(0, 2**40), max_size=9), st.integers(-(2**63), 2**63 - 1))
+def test_a_key_with_each_is_the_key_of_all_parts(values: list[int], seed: int) -> None:
+    several = key_with_each(np.array(values, np.int64), seed, EPOCH)
+    assert several.tolist() == [key(seed, EPOCH, value) for value in values]
 
 
 @pytest.mark.parametrize(("n", "epochs"), [(2, 500), (3, 500), (8, 3000), (20, 800)])

@@ -110,9 +110,10 @@ def test_a_row_of_the_overview(tmp_path: Path) -> None:
     assert row + "0123abc of 2026 | `huang2021-heads-mini` |" in text
     assert "0 of 1 claims are undecided (0%)." in text
     del part["shown"]
-    path.write_text(json.dumps({"claims": [part]}))
-    with pytest.raises(ValueError, match="run the study huang2021-heads-mini again"):
-        script("overview").page(PAGE, tmp_path)
+    for content in ({"claims": [part]}, {}):
+        path.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match="run the study huang2021-heads-mini again"):
+            script("overview").page(PAGE, tmp_path)
 
 
 def test_attention_to_the_matching_bracket(tmp_path: Path) -> None:

@@ -1548,6 +1548,9 @@ def test_the_headline_is_a_picture_and_a_few_lines(
     directory = plan.root / "letters-mini"
     directory.mkdir(parents=True)
     assert "In one picture" not in markdown_of(Results(plan))  # as long as no run is finished
+    (directory / "headline.png").write_bytes(b"of earlier runs")
+    assert "\n  no scores yet\n" in write_report(Results(plan), {}, directory)
+    assert not (directory / "headline.png").exists()
     finish(plan, lambda seed, start, rate: 0.5 + 0.1 * (start == "pretrained") + 0.01 * int(seed))
     for run in plan.runs("finetune"):
         log = [{"event": "train", "step": i, "loss": 2.0 - i} for i in (0, 1)]

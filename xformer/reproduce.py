@@ -14,6 +14,7 @@ in fp32. They hold on CPUs and GPUs, in fp32 and bf16, with and without the C++ 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,13 +115,13 @@ def main(arguments: list[str]) -> None:
         say(f"{settings.record}: {len(CURVES)} curves of {settings.seeds} seeds")
         return
     compared = [compare(curve, expected, plan.runs(curve.stage)[0]) for curve in CURVES]
-    stores = _compare_stores(plan, expected)
+    same = {name: key == expected["stores"].get(name) for name, key in _keys(plan).items()}
     with style.colours(style.LIGHT):
         style.write(draw(compared, _best(plan)), directory / "reproduce.png")
-    say(*stores.values(), *(one.line() for one in compared))
+    say(*_stores(plan, same), *(one.line() for one in compared))
     say(f"picture  {directory / 'reproduce.png'}   report  {directory / 'report.html'}")
     bad = [one.curve.name for one in compared if not one.inside]
-    bad += [name for name, line in stores.items() if "the same" not in line]
+    bad += [name for name in same if not same[name]]
     if bad:
         raise Failure(f"not reproduced: {'; '.join(bad)}")
 
@@ -223,14 +224,11 @@ def _keys(plan: Plan) -> dict[str, str]:
     return {name: open_store(paths[name]).key for name in STORES}
 
 
-def _compare_stores(plan: Plan, expected: dict[str, Any]) -> dict[str, str]:
+def _stores(plan: Plan, same: dict[str, bool]) -> Iterator[str]:
     """A line for each store: whether it has the expected content."""
-    lines = {}
     for name, key in _keys(plan).items():
-        same = key == expected["stores"].get(name)
-        what = f"{'the same' if same else 'other'} bytes, SHA-256 {key[:16]}"
-        lines[name] = _line(same, f"store of the {name.removeprefix('made.')}", what)
-    return lines
+        what = f"{'the same' if same[name] else 'other'} bytes, SHA-256 {key[:16]}"
+        yield _line(same[name], f"store of the {name.removeprefix('made.')}", what)
 
 
 def _line(same: bool, name: str, what: str) -> str:

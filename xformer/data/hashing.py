@@ -36,8 +36,17 @@ def key(*parts: int) -> np.uint64:
     return state[0]
 
 
-def keys(base: np.uint64, values: np.ndarray) -> np.ndarray:
-    """A 64-bit key for each of the integers `values`, under the key `base`."""
+def key_with_each(values: np.ndarray, *parts: int) -> np.ndarray:
+    """key(*parts, value) of each of the integers `values`, uint64 of their shape."""
+    x = values.astype(np.uint64)
+    x += GOLDEN
+    x += key(*parts)
+    return mix(x)
+
+
+def keys(base: np.uint64 | np.ndarray, values: np.ndarray) -> np.ndarray:
+    """A 64-bit key for each of the integers `values`, under the key `base`, or under a key for
+    each."""
     x = np.add(values, 1, dtype=np.uint64, casting="unsafe")
     x *= GOLDEN
     x ^= base

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xformer.data.hashing import EPOCH, FRACTION, key, keys
+from xformer.data.hashing import EPOCH, FRACTION, key, key_with_each, keys
 
 ROUNDS = 4
 # At most this many samples are looked up at once. At first there are fewer, because the store may
@@ -19,8 +19,9 @@ ROUNDS = 4
 AHEAD = 2**16
 
 
-def permute(positions: np.ndarray, n: int, permutation_key: np.uint64) -> np.ndarray:
-    """The images of `positions` under a keyed permutation of range(n), in O(1) each.
+def permute(positions: np.ndarray, n: int, order: np.uint64 | np.ndarray) -> np.ndarray:
+    """The images (P,) of the positions (P,) under a permutation of range(n), in O(1) each. `order`
+    is the key of the permutation, or (P,) a key for each position.
 
     The permutation is a Feistel network over the smallest power of two that is at least n. If an
     image is n or more, the network is applied to it again until it is below n (cycle walking). On
@@ -31,18 +32,17 @@ def permute(positions: np.ndarray, n: int, permutation_key: np.uint64) -> np.nda
     low_bits = np.uint64(bits // 2)
     high = np.uint64(2 ** (bits - bits // 2) - 1)
     low = np.uint64(2 ** (bits // 2) - 1)
-    round_keys = [permutation_key ^ key(r) for r in range(2 * rounds)]
     result = positions.astype(np.uint64)
-    walking, x = np.arange(len(result)), result
+    walking, x, order = np.arange(len(result)), result, np.broadcast_to(order, result.shape)
     while len(walking):
         a, b = x >> low_bits, x & low
         for r in range(rounds):
-            a ^= keys(round_keys[2 * r], b) & high
-            b ^= keys(round_keys[2 * r + 1], a) & low
+            a ^= keys(order ^ key(2 * r), b) & high
+            b ^= keys(order ^ key(2 * r + 1), a) & low
         x = a << low_bits | b
         result[walking] = x
         outside = np.flatnonzero(x >= n)
-        walking, x = walking[outside], x[outside]
+        walking, x, order = walking[outside], x[outside], order[outside]
     return result.view(np.int64)
 
 
@@ -69,11 +69,8 @@ class Samples:
     def at(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The examples and epochs, int64, of the samples with these numbers, counted from 0."""
         epochs, positions = np.divmod(samples, self.per_epoch)
-        rows = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            order = key(self.seed, EPOCH, int(epoch))
-            rows[here] = permute(positions[here], self.per_epoch, order)
+        orders = key_with_each(epochs, self.seed, EPOCH)
+        rows = permute(positions, self.per_epoch, orders)
         if self.per_epoch < self.rows:
             rows = permute(rows, self.rows, key(self.seed, FRACTION))
         return rows, epochs

@@ -215,7 +215,7 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
     outcomes = pool.run_plan(plan, executor, ledger.keep)
     say(*write_report(Results(plan), outcomes, directory).split("\n"))
     names = ["report.html", "report.md", "results.csv"]
-    names += ["headline.png"] if plan.study.headline else []
+    names += ["headline.png"] if (directory / "headline.png").exists() else []
     say("report   " + "   ".join(str(directory / name) for name in names))
     bad = [o for o in outcomes.values() if o.state in ("failed", "not run")]
     if bad:

@@ -107,7 +107,10 @@ def lines(results: Results, headline: Headline, verdicts: Sequence[Verdict]) -> 
     """The headline as text: a line for each row of the table and one for each claim."""
     table = results.study.table(headline.table)
     yield f"{headline.title} {_metric(table)}, mean and {LEVEL:.0%} interval:"
-    for label, cell in rows(results, headline):
+    shown = rows(results, headline)
+    if not shown:
+        yield "  no scores yet"
+    for label, cell in shown:
         assert cell.sample is not None
         d, scores = table.digits, cell.sample.scores
         spread = " to " if cell.sample.interval else ", "

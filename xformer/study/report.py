@@ -226,8 +226,12 @@ def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     shown = results.study.headline
     if shown is None:
         return text
-    with style.colours(style.LIGHT):
-        style.write(headline.draw(results, shown), directory / f"{shown.name}.png")
+    picture = directory / f"{shown.name}.png"
+    if headline.rows(results, shown):
+        with style.colours(style.LIGHT):
+            style.write(headline.draw(results, shown), picture)
+    else:
+        picture.unlink(missing_ok=True)
     return "\n".join(headline.lines(results, shown, report.verdicts))
 
 
