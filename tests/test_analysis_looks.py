@@ -486,7 +486,12 @@ def test_a_logarithmic_axis_shows_plain_numbers(tmp_path: Path) -> None:
         "data": {"store": "words", "examples": 1},
     }
     written = style.write_light_and_dark(partial(perturbation.draw, result), tmp_path, "noise")
-    svg = next(path for path in written if path.name == "noise.svg").read_text()
+    names = ["noise.svg", "noise.png", "noise.pdf", "noise-dark.svg", "noise-dark.png"]
+    assert [path.name for path in written] == names
+    pdf = (tmp_path / "noise.pdf").read_bytes()
+    style.write_light_and_dark(partial(perturbation.draw, result), tmp_path, "noise")
+    assert pdf == (tmp_path / "noise.pdf").read_bytes()  # it contains no date
+    svg = (tmp_path / "noise.svg").read_text()
     assert "mathdefault" not in svg
     assert "<!-- 0.01 -->" in svg
     assert "<!-- a $ sign -->" in svg  # the text itself, not a formula

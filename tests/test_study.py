@@ -18,6 +18,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -38,14 +39,18 @@ from xformer.study import claims, headline, pool
 from xformer.study.__main__ import execute, listing
 from xformer.study.__main__ import main as study_main
 from xformer.study.claims import holm, paired_test, verdicts
+from xformer.study.figures import curves_figure, table_figure
 from xformer.study.forecast import Costs, Forecast
 from xformer.study.plan import Digests, Job, Plan, to_do
 from xformer.study.pool import newest_numbers, set_up
 from xformer.study.report import (
+    Entry,
+    Grid,
+    Section,
     build_report,
-    curves_figure,
+    drawing,
+    latex,
     render,
-    table_figure,
     write_report,
 )
 from xformer.study.results import (
@@ -1568,6 +1573,8 @@ def test_the_headline_is_a_picture_and_a_few_lines(
         "spread); high +10.0 (seeds: +10.0, +10.0) (no spread)",
     ]
     assert "by rate" not in (directory / "loss.svg").read_text()  # one panel needs no name
+    for name in ("loss.pdf", "headline.pdf", "table-main.pdf"):
+        assert (directory / name).read_bytes().startswith(b"%PDF"), name
     assert (directory / "headline.png").stat().st_size > 10_000
     svg = (directory / "headline.svg").read_text()
     for words in ("Does it help to know letters?", "scratch", "pretrained", "The loss", "60.5"):
@@ -2383,22 +2390,52 @@ def test_a_study_tells_of_the_training_that_runs(tmp_path: Path) -> None:
     assert newest_numbers(jobs) == {}
 
 
-def test_the_legend_of_curves_is_not_cut() -> None:
-    """Seven lines in one panel: every name begins and ends within the picture."""
-    lines = tuple(Line(f"line {i}", 1, [0, 1], [1.0, 0.5], [0.0, 0.0]) for i in range(7))
-    drawing = ElementTree.fromstring(curves_figure("loss", [Panel("task", "loss", lines)]))
-    width = float(drawing.attrib["viewBox"].split()[2])
-    texts = drawing.iter("{http://www.w3.org/2000/svg}text")
+def test_a_table_in_latex() -> None:
+    first = [Entry("re_emb & 50% {a}"), Entry("-1.5 ± 0.2 (3)", published="2 (-3.5)"), Entry("-")]
+    rows = [first, [Entry("a-b\\~^$#"), Entry("60.0"), Entry("MRPC-1")]]
+    grid = Grid(["model", "cola", "mrpc"], rows)
+    lines = latex(Section("Main & 1", "Of `valid`.", "main", grid=grid)).splitlines()
+    assert lines == [
+        "% Main & 1",
+        "% Of `valid`.",
+        r"% needs \usepackage{booktabs}",
+        r"\begin{tabular}{lrr}",
+        r"\toprule",
+        r"model & cola & mrpc \\",
+        r"\midrule",
+        r"re\_emb \& 50\% \{a\} & $-$1.5 $\pm$ 0.2 (3) & - \\",
+        r"\quad published & 2 ($-$3.5) &  \\",
+        r"a-b\textbackslash{}\textasciitilde{}\textasciicircum{}\$\# & 60.0 & MRPC-1 \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["curves", "table"])
+def test_a_legend_is_not_cut(kind: str) -> None:
+    """Seven lines in one panel, or seven rows of one column: every name begins and ends within the
+    picture."""
+    names = [f"line {i}" for i in range(7)]
+    lines = tuple(Line(name, 1, [0, 1], [1.0, 0.5], [0.0, 0.0]) for name in names)
+    table = ScoreTable(name="x", title="x", stage="s", rows="a", columns="b")
+    rows = [[Cell(name, "c", (), sample_of([1.0, 2.0]), None)] for name in names]
+    draw = {
+        "curves": partial(curves_figure, [Panel("task", "loss", lines)]),
+        "table": partial(table_figure, table, rows, ["c"]),
+    }
+    svg = ElementTree.fromstring(drawing("loss", draw[kind]).svg)
+    width = float(svg.attrib["viewBox"].split()[2])
+    texts = svg.iter("{http://www.w3.org/2000/svg}text")
     left = {"".join(text.itertext()).strip(): float(text.attrib["x"]) for text in texts}
-    assert all(0 < left[line.name] < width - 25 for line in lines)  # a name is 24 points wide
+    assert all(0 < left[name] < width - 25 for name in names)  # a name is 24 points wide
 
 
 def test_legends_show_names_that_begin_with_an_underscore() -> None:
     line = Line("_small $b$", 1, [0, 1], [1.0, 0.5], [0.0, 0.0])
     table = ScoreTable(name="x", title="x", stage="s", rows="a", columns="b")
     cell = Cell(line.name, "c", (), sample_of([1.0, 2.0]), None)
-    for svg in (
-        curves_figure("x", [Panel("task", "loss", (line,))]),
-        table_figure(table, [[cell]], "c"),
+    for draw in (
+        partial(curves_figure, [Panel("task", "loss", (line,))]),
+        partial(table_figure, table, [[cell]], "c"),
     ):
-        assert "> _small $b$</text>" in svg
+        assert "> _small $b$</text>" in drawing("x", draw).svg

@@ -38,10 +38,7 @@ def key(*parts: int) -> np.uint64:
 
 def key_with_each(values: np.ndarray, *parts: int) -> np.ndarray:
     """key(*parts, value) of each of the integers `values`, uint64 of their shape."""
-    x = values.astype(np.uint64)
-    x += GOLDEN
-    x += key(*parts)
-    return mix(x)
+    return mix(values.astype(np.uint64) + GOLDEN + key(*parts))
 
 
 def keys(base: np.uint64 | np.ndarray, values: np.ndarray) -> np.ndarray:

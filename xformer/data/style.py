@@ -74,15 +74,15 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Write a figure atomically. The path's ending decides the format, such as .png or .svg.
+    """Write a figure atomically. The path's ending decides the format, such as .png, .svg or .pdf.
 
-    An SVG file contains no date, so the same figure always gives the same file.
+    SVG and PDF files contain no date, so the same figure always gives the same file.
     """
     ending = path.suffix[1:].lower()
-    options: Any = {"metadata": {"Date": None}} if ending == "svg" else {"dpi": 160}
+    no_date: Any = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        figure.savefig(temporary, format=ending, **options)
+        figure.savefig(temporary, format=ending, dpi=160, metadata=no_date.get(ending))
         sync(temporary)
         temporary.replace(path)
     finally:
@@ -90,15 +90,16 @@ def write(figure: Figure, path: Path) -> None:
 
 
 def write_light_and_dark(draw: Callable[[], Figure], directory: Path, name: str) -> list[Path]:
-    """Draw a figure twice and write NAME.svg and NAME.png, and NAME-dark.svg and NAME-dark.png.
+    """Draw a figure twice and write NAME.svg, NAME.png and NAME.pdf, and NAME-dark.svg and
+    NAME-dark.png.
 
     Returns the paths.
     """
     written = []
-    for stem, page in ((name, LIGHT), (f"{name}-dark", DARK)):
+    for stem, page, endings in ((name, LIGHT, "svg png pdf"), (f"{name}-dark", DARK, "svg png")):
         with colours(page):
             figure = draw()
-            for ending in ("svg", "png"):
+            for ending in endings.split():
                 written.append(directory / f"{stem}.{ending}")
                 write(figure, written[-1])
     return written

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import shutil
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template, select_autoescape
 
-from xformer.analysis.drawing import plain, plus_minus
+from xformer.analysis.drawing import plus_minus
 from xformer.config import toml_text
 from xformer.data import style
 from xformer.data.errors import typed
 from xformer.data.files import make_directory, read_json, write_text
 from xformer.study import dotplot, headline
 from xformer.study.claims import Verdict, sides, verdicts, words_of
+from xformer.study.figures import curves_figure, table_figure
 from xformer.study.forecast import Forecast, Notes
 from xformer.study.plan import Job, Plan
 from xformer.study.pool import Outcome, warnings_of
@@ -55,13 +57,18 @@ from xformer.study.spec import (
 )
 from xformer.study.statistics import LEVEL
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 TEMPLATES = Path(__file__).parent / "templates"
-WIDE = 4  # panels side by side
 SHOWN = 12  # settings in the figure of a sweep
-AXES = {"probe.layer": "layer (0: the output of the embeddings)"}  # the axis of some columns
 CLAIMS = "claims.json"  # the numbers of the claims, with their sources
 # what the overview says of a claim
 GLANCE = ("difference ± 95 % interval", "published difference", "seeds", "hours", "registered")
+PRINT = {"axes.prop_cycle": style.BOTH["axes.prop_cycle"]}  # of a PDF: twelve colours on white
+TEX = {character: f"\\{character}" for character in "#$%&_{}"} | {
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "±": r"$\pm$",
+}  # fmt: skip
 DIFFERS = ("where we differ", "the paper", "here", "why")  # headers of the table of deviations
 
 
@@ -90,11 +97,12 @@ class Grid:
 
 @dataclass(frozen=True)
 class Drawing:
-    """An SVG: drawn for the report, or files that a run has drawn. Those are shown as images, so
+    """A figure: drawn for the report, or files that a run has drawn. Those are shown as images, so
     that nothing within them can act on the page."""
 
-    file: str = ""  # its name beside the report, if it is written there
+    file: str = ""  # the name of its SVG beside the report, if it is written there
     svg: str = ""
+    draw: Callable[[], Figure] | None = None  # draws it once more, for a PDF beside the SVG
     source: Path | None = None  # the file that a run has drawn
     light: str = ""  # as a data URI
     dark: str = ""
@@ -117,6 +125,7 @@ class Section:
 
     title: str
     about: str = ""
+    table: str = ""  # the name of its table, which is also written as table-NAME.tex
     figure: Drawing | None = None
     run: Job | None = None  # the job that drew the figure
     claims: Sequence[Tested] = ()
@@ -208,8 +217,8 @@ def _warnings(plan: Plan) -> Iterator[str]:
 
 
 def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path) -> str:
-    """Write report.html, report.md, their figures and results.csv into a directory. Returns what to
-    print: the headline, or without one the Markdown."""
+    """Write report.html, report.md, results.csv, the figures as SVG and PDF, and the tables as
+    LaTeX into a directory. Returns what to print: the headline, or without one the Markdown."""
     write_csv(directory / "results.csv", results, outcomes)
     report = build_report(results, outcomes, directory)
     _keep(report, results.plan.kept, directory)
@@ -220,6 +229,13 @@ def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path
             shutil.copyfile(figure.source, directory / figure.file)
         elif figure.file:
             (directory / figure.file).write_text(figure.svg, encoding="utf-8")
+        if figure.draw is not None:
+            with style.colours(PRINT):
+                style.write(figure.draw(), (directory / figure.file).with_suffix(".pdf"))
+    for section in report.sections:
+        if section.table:
+            path = directory / f"table-{section.table}.tex"
+            path.write_text(latex(section), encoding="utf-8")
     for ending in ("html", "md"):
         text = render(report, ending)
         (directory / f"report.{ending}").write_text(text, encoding="utf-8")
@@ -256,6 +272,15 @@ def _keep(report: Report, kept: Path | None, directory: Path) -> None:
 
 def render(report: Report, ending: str) -> str:
     """A report as "html" or "md"."""
+    return _template(f"report.{ending}").render(report=report)
+
+
+def latex(section: Section) -> str:
+    """The table of a section as a `tabular` of LaTeX. Published numbers have rows of their own."""
+    return _template("table.tex").render(section=section)
+
+
+def _template(name: str) -> Template:
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=select_autoescape(["html"]),
@@ -264,18 +289,31 @@ def render(report: Report, ending: str) -> str:
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
-    return environment.get_template(f"report.{ending}").render(report=report)
+    environment.filters["tex"] = _tex
+    return environment.get_template(name)
+
+
+def _tex(text: str) -> str:
+    """A text for LaTeX, to which ten ASCII characters mean something else. The hyphen before a
+    number becomes a minus."""
+    text = re.sub(r"[#$%&_{}~^\\±]", lambda match: TEX[match[0]], text)
+    return re.sub(r"(?<![\w.])-(?=[\d.])", "$-$", text)
 
 
 # ---------------------------------------------------------------------------------- its sections
 
 
+def drawing(name: str, draw: Callable[[], Figure], caption: str = "") -> Drawing:
+    """A figure that the report draws, readable on light and on dark pages."""
+    with style.colours(style.BOTH):
+        return Drawing(f"{name}.svg", style.svg(draw(), name), draw, caption=caption)
+
+
 def _headline(results: Results) -> Iterator[Section]:
     shown = results.study.headline
     if shown is not None and headline.rows(results, shown):
-        with style.colours(style.BOTH):
-            svg = style.svg(headline.draw(results, shown), shown.name)
-        yield Section("In one picture", figure=Drawing(f"{shown.name}.svg", svg))
+        figure = drawing(shown.name, partial(headline.draw, results, shown))
+        yield Section("In one picture", figure=figure)
 
 
 def _claims(
@@ -382,21 +420,21 @@ def _table(results: Results, table: ScoreTable, notes: Notes, shares: Shares) ->
     cells = results.cells(table)
     headers = [_column(table, cell.column) for cell in cells[0]]
     rows = [[Entry(row[0].row), *(_cell(cell, table.digits) for cell in row)] for row in cells]
-    drawing, flat = None, [cell for row in cells for cell in row]
+    figure, flat = None, [cell for row in cells for cell in row]
     if table.show == "mean" and any(cell.sample for cell in flat):
-        svg = _scores_figure(table, cells, headers)
-        drawing = Drawing(f"table-{table.name}.svg", svg)
+        figure = drawing(f"table-{table.name}", partial(_scores_figure, table, cells, headers))
     return Section(
         table.title,
         _legend(results, table),
-        drawing,
+        table.name,
+        figure,
         grid=Grid([table.rows, *headers], rows),
         deviations=_deviations(notes, table),
         scores=_scores(cells, table.digits, [_resampled(results, table, shares, c) for c in flat]),
     )
 
 
-def _scores_figure(table: ScoreTable, cells: list[list[Cell]], headers: Sequence[str]) -> str:
+def _scores_figure(table: ScoreTable, cells: list[list[Cell]], headers: Sequence[str]) -> Figure:
     """The figure of a table. If its rows are numbers, such as steps, they become the horizontal
     axis, and a line joins the scores of each column."""
     rows = [row[0].row for row in cells]
@@ -490,7 +528,7 @@ def _settings(results: Results, stage: str, notes: Notes) -> Iterator[Section]:
     else:
         figure = _side_by_side(table, cells)
     grid = Grid(["settings", *(cell.column for cell in cells[0])], rows)
-    yield Section(table.title, about, figure, grid=grid, scores=_scores(cells, digits))
+    yield Section(table.title, about, stage, figure, grid=grid, scores=_scores(cells, digits))
 
 
 def _side_by_side(table: ScoreTable, cells: list[list[Cell]]) -> Drawing:
@@ -501,7 +539,7 @@ def _side_by_side(table: ScoreTable, cells: list[list[Cell]]) -> Drawing:
     columns = [[replace(cell, row=cell.column) for cell in column] for column in columns]
     caption = "Bars show ± one standard deviation of three seeds or more."
     caption += f" Only the best {SHOWN} settings are drawn." if len(drawn) < len(cells) else ""
-    return Drawing(f"{table.stage}.svg", table_figure(table, columns, names), caption=caption)
+    return drawing(table.stage, partial(table_figure, table, columns, names), caption)
 
 
 def _numeric_factor(study: Study, stage: str) -> str:
@@ -540,8 +578,7 @@ def _along(study: Study, table: ScoreTable, factor: str, cells: list[list[Cell]]
     ]
     caption = f"Bars show ± one standard deviation of three seeds or more, on {split}."
     caption += f" Only the best {SHOWN} settings are drawn." if len(lines) > SHOWN else ""
-    svg = table_figure(shown, rows, levels, joined=True)
-    return Drawing(f"{table.stage}.svg", svg, caption=caption)
+    return drawing(table.stage, partial(table_figure, shown, rows, levels, joined=True), caption)
 
 
 def _link(cell: Cell) -> str:
@@ -665,9 +702,9 @@ def _curves(curves: Curves, panels: list[Panel], notes: Notes) -> Section:
             place = panel.name or f"by {curves.lines}"
             rows.append((place, line.name, str(line.runs), panel.value, last))
     caption = "Mean over runs; bands show ± one standard deviation, or both runs if there are two."
-    drawing = Drawing(f"{curves.name}.svg", curves_figure(curves.name, panels), caption=caption)
+    figure = drawing(curves.name, partial(curves_figure, panels), caption)
     grid = _grid(("panel", "line", "runs", "number", "last point"), rows)
-    return Section(curves.title, "", drawing, grid=grid, deviations=_deviations(notes, curves))
+    return Section(curves.title, figure=figure, grid=grid, deviations=_deviations(notes, curves))
 
 
 def _picture(results: Results, picture: Picture, notes: Notes) -> Iterator[Section]:
@@ -675,8 +712,9 @@ def _picture(results: Results, picture: Picture, notes: Notes) -> Iterator[Secti
         job, path = drawn
         dark = path.with_name(f"{path.stem}-dark.svg")
         images = (_data(path), _data(dark) if dark.is_file() else "")
-        drawing = Drawing(f"{picture.name}.svg", "", path, *images)
-        yield Section(picture.title, "", drawing, job, deviations=_deviations(notes, picture))
+        figure = Drawing(f"{picture.name}.svg", "", None, path, *images)
+        deviations = _deviations(notes, picture)
+        yield Section(picture.title, figure=figure, run=job, deviations=deviations)
     elif any(job.done for job in results.plan.runs(picture.stage, picture.where)):
         yield Section(picture.title, f"No finished run has drawn {picture.file}.")
 
@@ -716,96 +754,3 @@ def _run(
         config,
         " ".join([typed(f"python {program}"), shlex.join(rest)]),
     )
-
-
-# ---------------------------------------------------------------------------------- its figures
-
-
-def table_figure(
-    table: ScoreTable, cells: Sequence[Sequence[Cell]], names: Sequence[str], joined: bool = False
-) -> str:
-    """An SVG of a table: a group for each column, labelled by `names`, and a colour for each row.
-    Every score is a point beside the mean, which has the standard deviation of three scores or
-    more. A published number is a dashed line. With `joined`, the columns are numbers, which are
-    places on the horizontal axis, and a line joins the means of a row."""
-    columns, width = len(names), 0.8 / len(cells)
-    numbers = np.array([float(name) for name in names]) if joined else np.arange(columns)
-    with style.colours(style.BOTH):
-        drawing = style.new_figure(min(13.0, 2.5 + 0.28 * columns * (len(cells) + 1)), 3.8)
-        axes = drawing.subplots()
-        for number, row in enumerate(cells):
-            left = 0.0 if joined else width * (number + 0.5 - len(cells) / 2)
-            places = numbers + left
-            _row(axes, places, row, 0.0 if joined else width, f"C{number}")
-            if joined:
-                means = [math.nan if cell.sample is None else cell.sample.mean for cell in row]
-                axes.plot(places, means, color=f"C{number}", lw=1.2)
-                published = [math.nan if c.published is None else c.published for c in row]
-                axes.plot(places, published, "--", color=f"C{number}", lw=1.2)
-        if joined and numbers[0] > 0 and numbers[-1] > 20 * numbers[0]:  # such as learning rates
-            axes.set_xscale("log")
-        axes.set_xticks(numbers, names)
-        axes.minorticks_off()
-        unit = ", 100 times" if table.percent else ""
-        name = table.metric.rpartition(".")[2] if isinstance(table.metric, str) else "score"
-        place = f" on {table.place}" if table.place else ""
-        across = AXES.get(table.columns, table.columns)
-        axes.set(ylabel=f"{name}{place}{unit}", xlabel=across)
-        axes.grid(axis="y", alpha=0.3)
-        if any(cell.published is not None for row in cells for cell in row):
-            axes.plot([], [], "--", color=style.FAINT, lw=1.2, label="published")
-        axes.legend(ncols=min(len(cells), 4), loc="lower center", bbox_to_anchor=(0.5, 1.0))
-        return style.svg(drawing, table.name)
-
-
-def _row(axes: Any, places: np.ndarray, row: Sequence[Cell], width: float, colour: str) -> None:
-    label: str | None = plain(row[0].row)  # once in the legend
-    for x, cell in zip(places, row, strict=True):
-        if cell.published is not None:
-            ends = [x - width / 2, x + width / 2]
-            axes.plot(ends, [cell.published] * 2, "--", color=colour, lw=1.2)
-        if cell.sample is None:
-            continue
-        scores = cell.sample.scores
-        deviation = (cell.sample.deviation if len(scores) > 2 else 0) or 0
-        spots = x + width * 0.2 * np.linspace(-1, 1, len(scores)) if len(scores) > 1 else [x]
-        axes.plot(spots, scores, "o", color=colour, alpha=0.45, ms=4, mew=0)
-        look = {"fmt": "o", "ms": 6.5, "color": colour, "capsize": 3, "lw": 1.5}
-        axes.errorbar(x, cell.sample.mean, deviation, label=label, **look)
-        label = None
-
-
-def curves_figure(name: str, panels: Sequence[Panel]) -> str:
-    """An SVG of panels of curves, with a band of one standard deviation if a line is the mean of
-    several runs."""
-    names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
-    wide = min(WIDE, len(panels))
-    high = -(-len(panels) // wide)
-    with style.colours(style.BOTH):
-        drawing = style.new_figure(0.5 + 2.9 * wide, 0.5 + 2.3 * high)
-        grid = drawing.subplots(high, wide, squeeze=False)
-        for axes in grid.flat[len(panels) :]:
-            axes.remove()
-        shown: dict[str, Any] = {}  # a line for each name of the legend
-        for axes, panel in zip(grid.flat, panels, strict=False):
-            for line in panel.lines:
-                colour = f"C{names.index(line.name)}"
-                mean, deviation = np.array(line.mean), np.array(line.deviation)
-                marker = "o" if len(line.x) < 8 else None
-                (drawn,) = axes.plot(line.x, mean, color=colour, lw=1.6, marker=marker, ms=3.5)
-                shown.setdefault(plain(line.name), drawn)
-                if line.runs > 1:  # of two, the band is their range
-                    deviation = deviation / 2**0.5 if line.runs == 2 else deviation
-                    low, top = mean - deviation, mean + deviation
-                    axes.fill_between(line.x, low, top, color=colour, alpha=0.2, lw=0)
-            axes.set_title(panel.name, fontsize=10)
-            axes.set(xlabel="step", ylabel=panel.value)
-            axes.grid(alpha=0.3)
-        for columns in range(min(6, len(shown)), 0, -1):  # as many as fit into the width
-            legend = drawing.legend(
-                list(shown.values()), list(shown), loc="outside upper center", ncols=columns
-            )
-            if columns == 1 or legend.get_window_extent().width <= drawing.bbox.width:
-                break
-            legend.remove()
-        return style.svg(drawing, name)
