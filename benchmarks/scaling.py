@@ -214,13 +214,13 @@ def kao(epochs: int, epochs_non_text: int) -> list[Part]:
 
 
 def zhang(epochs: int) -> list[Part]:
-    """Zhang et al. 2021: the systems of each table that are not in an earlier one.
+    """Zhang 2021: the systems of each table that are not in an earlier one.
 
     Sections 3 and 4 have three runs of each, and sections 5 and 6 have one (section 7).
     """
     glue = finetuning(BASE, GLUE9, epochs)
     half = finetuning(BASE.model_copy(update={"layers": 6}), GLUE9, epochs)
-    paper = "Zhang et al. 2021"
+    paper = "Zhang 2021"
     return [
         Part(paper, "English, reversed, clean x 3 (table 1)", 81, 9 * glue),
         Part(paper, "4 foreign languages x 3 (table 3)", 108, 12 * glue),

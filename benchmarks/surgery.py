@@ -1,4 +1,4 @@
-"""Time each operation on BERT-base (Zhang et al. 2021, table 7) and a straightforward equivalent.
+"""Time each operation on BERT-base (Zhang 2021, table 7) and a straightforward equivalent.
 
     python -m benchmarks.surgery
     python -m benchmarks.surgery --rounds 1 --only reverse_layers

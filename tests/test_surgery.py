@@ -397,7 +397,7 @@ def test_all_orders_of_a_shuffle_through_buckets_are_equally_likely(
 
 @pytest.mark.parametrize("match", ["magnitude", "variance"])
 def test_a_scaled_matrix_keeps_its_size(match: Any) -> None:
-    """Zhang et al. 2021, section 5.1: each matrix gets fresh values, all multiplied by one
+    """Zhang 2021, section 5.1: each matrix gets fresh values, all multiplied by one
     number.
     """
     before = counted()

@@ -116,7 +116,7 @@ def test_english_like_pieces_of_every_kind():
 
 
 def test_the_overlap_of_published_vocabularies(shared, tmp_path):
-    """Zhang et al. 2021, section 4.1: 26,503 of 30,522 pieces; table 2: 3,365 and 2,672 (ZH)."""
+    """Zhang 2021, section 4.1: 26,503 of 30,522 pieces; table 2: 3,365 and 2,672 (ZH)."""
     names = [shared / f"vocabs/bert-base-{n}.vocab.txt" for n in ("uncased", "cased", "chinese")]
     uncased, cased, chinese = map(english_like.read_tokenizer, names)
     assert english_like.overlap(uncased, cased) == {

@@ -221,7 +221,7 @@ def initialise(
     """Initial values of a weight tensor: norms and running variances 1, biases and running means 0,
     all others N(0, initializer_range^2), or N(0, hilbert.initial_std(shape)^2) for a HilbertCNN.
 
-    "normal" follows Kao & Lee 2021, appendix A; "truncated" is the same within two standard
+    "normal" follows Kao & Lee 2021, section 3.1; "truncated" is the same within two standard
     deviations (Devlin et al. 2019; Huang et al. 2021, section 4.4). Each tensor has its own
     generator, seeded by (seed, name), so its values do not depend on the other tensors. Without a
     `purpose` they are the initial values of a from-scratch model with this seed. Each purpose gives

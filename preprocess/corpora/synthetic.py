@@ -88,9 +88,9 @@ def weights(corpus: Corpus, vocab_size: int, counts: np.ndarray | None) -> np.nd
     """The probability of each id, float64 (vocab_size,). Special ids have probability 0.
 
     Probabilities follow `counts`, one number for each id. Without `counts` they are uniform, or for
-    "zipf" proportional to 1 / rank. With `distinct`, only the most frequent ids remain (Chiang and
-    Lee 2020, section 4.3); without `counts`, these are the first ids. Raises BadInput if fewer ids
-    than `distinct` can occur.
+    "zipf" proportional to 1 / rank. With `distinct`, only the most frequent ids remain, and
+    without `counts` the first ones, as in Chiang and Lee 2020, section 4.3. Raises BadInput if
+    fewer ids than `distinct` can occur.
     """
     frequencies = np.ones(vocab_size)
     if counts is not None:

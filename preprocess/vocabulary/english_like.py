@@ -1,4 +1,4 @@
-"""English-like pieces of a vocabulary and of a store (Zhang et al. 2021, section 4.1).
+"""English-like pieces of a vocabulary and of a store (Zhang 2021, section 4.1).
 
 xformer/data/english.py defines English-like pieces. Two vocabularies share a piece if it has the
 same letters in both and plays the same role: it begins a word in both, or continues one in both. If
@@ -34,7 +34,7 @@ BLOCK = 2**20  # ids, or rows, processed at once
 def overlap(one: Tokenizer, other: Tokenizer) -> dict[str, Any]:
     """The numbers of pieces, of English-like pieces, and of shared English-like pieces.
 
-    Zhang et al. 2021, section 4.1 and table 2.
+    Zhang 2021, section 4.1 and table 2.
     """
     first, second = (english_pieces(tokenizer) for tokenizer in (one, other))
     return {
@@ -48,7 +48,7 @@ def contexts(store: Store, split: str, bar: Progress) -> dict[str, int]:
     """Count the windows of 10 pieces within rows, and those with more than 5 English-like pieces.
 
     Both numbers are given for all windows, and for the disjoint windows counted from the beginning
-    of each row (Zhang et al. 2021, section 4.1). The store is read in blocks, so memory does not
+    of each row (Zhang 2021, section 4.1). The store is read in blocks, so memory does not
     grow with it.
     """
     like = np.zeros(store.vocab_size, np.int64)

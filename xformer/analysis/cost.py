@@ -4,7 +4,7 @@
     python -m xformer.analysis cost ckpt/bert ckpt/distilbert ckpt/bert-first-6 head=classify \\
       rows=32 length=128 threads=2 out=figures
 
-The other checkpoints are compared with the first (Zhang et al. 2021, section 6 and table 7).
+The other checkpoints are compared with the first (Zhang 2021, section 6 and table 7).
 
 Speed is measured on this machine, on `rows` rows of `length` random tokens without padding. A
 forward pass runs in evaluation mode. A training step includes dropout, the backward pass and AdamW.

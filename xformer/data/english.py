@@ -1,4 +1,4 @@
-"""Which pieces of a vocabulary are English-like (Zhang et al. 2021, section 4.1).
+"""Which pieces of a vocabulary are English-like (Zhang 2021, section 4.1).
 
 A WordPiece is English-like if it matches ^(##)?[A-Za-z]+$. Byte-level BPE and unigram mark the
 pieces that begin a word, not those that continue one: ^Ġ?[A-Za-z]+$ and ^▁?[A-Za-z]+$. A symbol is

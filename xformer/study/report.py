@@ -332,7 +332,7 @@ def _claims(
         svg = dotplot.draw(verdict, [part["published"] for part in parts]) if parts else ""
         figure = Drawing(f"claim-{number}.svg", svg) if svg else None
         claims.append(Tested(text, state, figure, _facts(verdict, shares)))
-    title = "The paper's claims, and whether they hold here" if study.paper else "Claims"
+    title = "The claims, and whether they hold here" if study.paper else "Claims"
     yield Section(title, grid=Grid(("claim", "verdict", *GLANCE), rows), note=note)
     yield Section("How each claim was tested", dotplot.LEGEND, claims=claims)
 

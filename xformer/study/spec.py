@@ -268,7 +268,7 @@ class Headline(Settings):
 
 
 class Claim(Settings):
-    """A statement of the paper: `better` scores more than `than`, by `margin`, in `each`."""
+    """A statement to test: `better` scores more than `than`, by `margin`, in `each`."""
 
     # The statement in words.
     text: str

@@ -18,7 +18,7 @@ Scale = Literal["magnitude", "variance"]
 def clean(
     checkpoint: Checkpoint, seed: Seed = 0, distribution: Distribution = "normal"
 ) -> Checkpoint:
-    """Re-initialise every weight: the from-scratch baseline (Zhang et al. 2021, section 4; Kao &
+    """Re-initialise every weight: the from-scratch baseline (Zhang 2021, section 4; Kao &
     Lee 2021, section 3.1).
 
     With the same seed, the result is the model that a recipe without `init` starts from.
@@ -73,7 +73,7 @@ def _size(matrix: Tensor, match: Scale) -> float:
 
 @operation
 def oracle_shuffle(checkpoint: Checkpoint, seed: Seed = 0) -> Checkpoint:
-    """Shuffle the elements within each weight tensor: the "oracle" initialisation (Zhang et al.
+    """Shuffle the elements within each weight tensor: the "oracle" initialisation (Zhang
     2021, section 5.2).
 
     Each tensor keeps the exact distribution of its values and nothing else. Query, key and value

@@ -27,7 +27,7 @@ BLOCK = 2**24  # ids read at a time
 def clean_embeddings(
     checkpoint: Checkpoint, seed: Seed = 0, distribution: Distribution = "normal"
 ) -> Checkpoint:
-    """Re-initialise the word embeddings and nothing else: "clean word embeddings" (Zhang et al.
+    """Re-initialise the word embeddings and nothing else: "clean word embeddings" (Zhang
     2021, section 4, tables 4 and 5), "re-emb" (Kao & Lee 2021, section 3.2).
 
     Args:
@@ -48,7 +48,7 @@ def check_shuffle(english_only: bool, keep_special: bool, **_: object) -> None:
 def shuffle_embeddings(
     checkpoint: Checkpoint, seed: Seed = 0, keep_special: bool = True, english_only: bool = True
 ) -> Checkpoint:
-    """Shuffle the word embeddings among the pieces of the vocabulary (Zhang et al. 2021, section
+    """Shuffle the word embeddings among the pieces of the vocabulary (Zhang 2021, section
     4.2).
 
     Entries such as [unused7], which were never trained, keep their vectors. So do rows of the table
@@ -80,7 +80,7 @@ def shuffle_embeddings(
 
 @operation
 def transplant(checkpoint: Checkpoint, source: str) -> Checkpoint:
-    """Replace the tokenizer and the word embeddings with those of another checkpoint (Zhang et al.
+    """Replace the tokenizer and the word embeddings with those of another checkpoint (Zhang
     2021, section 4.3: English ones in a foreign model).
 
     The bias of an MLM head, which has one value per piece, is replaced too. It becomes 0 if the

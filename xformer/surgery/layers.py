@@ -23,7 +23,7 @@ LAYERS = "encoder.layers."
 
 @operation
 def reverse_layers(checkpoint: Checkpoint) -> Checkpoint:
-    """Reverse the order of the layers (Zhang et al. 2021, section 3, table 1)."""
+    """Reverse the order of the layers (Zhang 2021, section 3, table 1)."""
     order = range(count_layers(checkpoint.config), 0, -1)
     check_order(checkpoint.config, order)
     return _with_layers(checkpoint, order)
@@ -43,7 +43,7 @@ def keep_layers(
     every: int | None = None,
     layers: tuple[int, ...] | None = None,
 ) -> Checkpoint:
-    """Keep some of the layers and drop the others (Zhang et al. 2021, section 6, tables 7 and 8).
+    """Keep some of the layers and drop the others (Zhang 2021, section 6, tables 7 and 8).
 
     Give exactly one of the three arguments. Layers are numbered from 1.
 
