@@ -122,7 +122,7 @@ def test_a_branch_equals_the_run_that_decayed_there(
     assert ("continuing" in again) == (step == 4)  # it has written a checkpoint at step 8
     assert [path.name for path in (run / "trajectory").iterdir()] == ["step_10"]
     assert "trajectory lacks" not in again
-    assert "the other run took these steps: 2\n" in first.err
+    assert "the run that it branched from kept these steps: 2\n" in first.err
     short, branch = content(runs["short"]), content(run)
     ends = branch["log"][-3:]
     assert ends == short["log"][-3:]

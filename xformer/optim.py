@@ -105,7 +105,8 @@ def learning_rate(
     config: OptimConfig, before: float, after: float, whole: float, unit: float = 1.0
 ) -> float:
     """The rate of a step. `before` and `after` are what is done before and after this step, and
-    `whole` is the length of the run: all in steps, or in samples, of which a step has `unit`.
+    `whole` is the length of the run. All three count steps, or all three count samples; a step
+    then has `unit` samples.
 
     The rate rises linearly, and the step that ends the warm-up has the full rate.
     """

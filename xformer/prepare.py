@@ -44,8 +44,8 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     """Open and check everything that a recipe names. Writes nothing. Raises BadInput.
 
     `overrides` are the keys that the user typed. Other values of model.* come from the recipe's
-    file, and the checkpoint of `init=` replaces them. By default all keys of model.* count as
-    typed, and no others.
+    file, and the checkpoint of `init=` replaces them. None means that every key of model.*
+    was typed, and no other key.
 
     The setup's recipe has the values that the run uses: fp32 or bf16 in place of
     `system.precision=auto`, the model's length in place of `batch.max_tokens=0`, and the shape
@@ -318,8 +318,8 @@ def with_dropout(
     config: ModelConfig, wanted: ModelConfig, overrides: Collection[str] | None = None
 ) -> ModelConfig:
     """A checkpoint's model config with the dropout of `wanted`. If the two differ in other keys,
-    raises a BadInput that names them. It checks the architecture and the `overrides` (None: all
-    keys)."""
+    raises a BadInput that names them. Only the architecture and the keys in `overrides` are checked
+    (None: every key)."""
     refused = {
         f"model.{name}": values
         for name, values in _differing(config, wanted).items()

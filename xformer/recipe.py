@@ -31,9 +31,9 @@ else:
     schemas = tuple(known.schema for known in OPERATIONS.values())
     # the key `op` selects the schema
     AnyOperation = Annotated[Union[schemas], Field(discriminator="op")]  # noqa: UP007
-# Fields that were added after the first results. A run of an earlier version counts as having their
-# defaults. Such a field enters the key of a study's run only if it differs from its default, so
-# earlier results keep their keys. Add each new field here.
+# Fields that were added after the first results. Runs of earlier versions are treated as if these
+# had their defaults. Such a field enters the key of a study's run only if it differs from its
+# default, so earlier results keep their keys. Add each new field here.
 LATER = (
     "loss",
     "mixture",
@@ -118,8 +118,8 @@ class MixtureConfig(Settings):
     weights are divided by their sum."""
     final: tuple[Annotated[float, Field(ge=0, le=1e9)], ...] = ()
     """The weights at the end of the run. They change linearly from mixture.weights. The end is
-    estimated if the run counts train.steps and batch.tokens. Such a run keeps its length.
-    Empty: the weights stay."""
+    estimated if the run counts train.steps and batch.tokens. The length of such a run cannot be
+    changed when it continues. Empty: the weights stay constant."""
     temperature: float = Field(0.0, ge=0)
     """Instead of weights: the weight of a store is its number of rows to the power 1/temperature. 1
     keeps the proportions of the stores, and a higher number makes them more equal. 0 turns this
@@ -167,11 +167,11 @@ class MaskingConfig(Settings):
     probability: float = Field(0.15, gt=0, lt=1)
     """Probability that a token is chosen for prediction. Special tokens are never chosen."""
     final: float | None = Field(None, gt=0, lt=1)
-    """The probability at the end of the run, which is the same sample as for mixture.final. It
-    changes linearly from masking.probability, which validation always uses. Such a run keeps its
-    length. Without this key it stays."""
+    """The probability at the last planned sample, where mixture.final is reached too. It changes
+    linearly from masking.probability, which validation always uses. The length of such a run
+    cannot be changed when it continues. Without this key the probability stays constant."""
     spans: bool = False
-    """true chooses spans of 1 to 10 neighbouring tokens (3.8 in the mean) instead of single tokens,
+    """true chooses spans of 1 to 10 neighbouring tokens (3.8 on average) instead of single tokens,
     and replaces the tokens of a span alike (Joshi et al. 2020, SpanBERT). Validation masks single
     tokens, so that its loss can be compared."""
     pair_weight: float = Field(0.0, ge=0)
@@ -259,7 +259,7 @@ class TrainConfig(Settings):
     metric."""
     branch_from: str | None = None
     """Begin a new run at this checkpoint of another run, RUN/checkpoints/step_N, with its weights,
-    moments and progress. The earlier steps must be those of the other run: both have
+    moments and progress. Both runs must take the same steps up to this checkpoint, so both need
     optim.schedule=wsd. They may differ only in their length, their decay, what they log, validate
     and keep, how the best checkpoint is chosen, and what is done at numerical trouble."""
     patience: int = Field(0, ge=0)

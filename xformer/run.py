@@ -64,7 +64,7 @@ FREE = {
 }
 
 HASHED = ("data", "init", "surgery")  # settings whose content, not their path, is compared
-# the number of samples in a run, with the setting that makes it decide
+# the number of samples in a run enters its identity if it has one of these settings
 SAMPLES = {"mixture.samples": "mixture.final", "masking.samples": "masking.final"}
 LISTED = 6  # how many changed settings a message names
 

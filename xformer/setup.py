@@ -68,7 +68,7 @@ class Setup:
 
     @cached_property
     def unit(self) -> float:
-        """The length of a step in what `length` counts: 1, or the number of its samples, which is
+        """The length of a step in the unit of `length`: 1 step, or its number of samples, which is
         estimated if it has `batch.tokens`."""
         steps = self.recipe.train.steps
         return 1 if steps else rows_per_step(self.recipe, self.train, self.samples)
@@ -91,8 +91,8 @@ class Setup:
 
     @property
     def stable_phase(self) -> tuple[float, float]:
-        """Where the stable phase of a run with schedule=wsd begins and ends, in what `length`
-        counts."""
+        """Where the stable phase of a run with schedule=wsd begins and ends, in the unit of
+        `length`."""
         warmup, decay = self.recipe.optim.lengths(self.length, self.unit)
         return warmup, self.length - decay
 

@@ -23,8 +23,8 @@ def trace(setup: Setup, model: Model, step: int, position: int) -> tuple[int, di
 
     Returns the stage (WEIGHT to NOWHERE), and a record with the place in words (`where`), the
     `rows` of the store, and for FORWARD and BACKWARD the `rank` and the `micro_batch`.
-    The passes are repeated without compiled code or graphs, on batches without filler. If those of
-    the step had filler, its dropout was different.
+    The passes are repeated without compiled code or graphs, on batches without filler. If the
+    step's batches had filler, the repetition has other dropout.
     """
     ranks, batches = setup.ranks, setup.feed().take(position).batches
     packed = [to_device(batch, ranks.device) for batch in batches]

@@ -256,7 +256,7 @@ class Trajectory:
             line = f"{self._checkpoints(step)}, {total}, in {run / 'trajectory'}{behind}"
         if self.of_other:
             steps = ", ".join(map(str, sorted(self.of_other)))
-            line += f"{'; ' if line else ''}the other run took these steps: {steps}"
+            line += f"{'; ' if line else ''}the run that it branched from kept these steps: {steps}"
         return f"trajectory: {line}" if line else ""
 
     def missing(self, run: Path, step: int) -> str:

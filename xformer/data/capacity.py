@@ -40,8 +40,8 @@ class Capacities:
     are chosen, so that these batches need as little filler as possible. Later batches may fit none
     of them; `beyond` is for those. `longest` is the length limit of a row, `together` the number of
     rows in an example, and `masked` the expected share of tokens to predict (0: the task predicts
-    no tokens, 1: any number is possible). `spread` is how many times the standard deviation of
-    independently chosen tokens their number has.
+    no tokens, 1: any number is possible). `spread` is the standard deviation of the number of
+    masked tokens, divided by that of tokens that are chosen independently.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ def mask_spans(
     ordinary: np.ndarray,
     probability: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Like `mask`, but choose spans of 1 to LONGEST tokens, 3.8 in the mean; short ones are more
+    """Like `mask`, but choose spans of 1 to LONGEST tokens, 3.8 on average; short ones are more
     frequent. A span may begin at any token. It may also begin up to LONGEST - 1 tokens before the
     row, because the first tokens would be chosen less often otherwise. The chance that a span
     begins somewhere is such that each token is chosen with `probability`. Spans that touch or

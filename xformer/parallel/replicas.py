@@ -69,8 +69,8 @@ class Replicas:
         self.restore(torch.ones((), device=ranks.device))
 
     def learn(self, batch: Batch[Tensor] | None, number: int, of: int) -> Loss:
-        """The loss of a micro-batch: `number`, counted from 0, `of` those of a step. Its gradients
-        are added to those of the weights."""
+        """Run forward and backward for micro-batch `number`, counted from 0, of the `of` in this
+        step. Add its gradients to those of the weights, and return its loss."""
         last = number + 1 >= of
         with self._averaging(last):
             if self.recorder is None or batch is None:

@@ -44,8 +44,8 @@ from xformer.surgery.registry import Operation, naming, parse_operation
 from xformer.tasks.known import TASKS, kind_of, task_of
 from xformer.tasks.task import HIGHER, Head, Task
 
-# what `preprocess.py task NAME` makes. For OPEN tasks --kind decides; squad makes spans, choice
-# makes choices, and all others make classes
+# The tasks of `preprocess.py task NAME` that make scores and tags. Those in OPEN make what --kind
+# says, squad makes spans, choice makes choices, and all others make classes.
 SCORES = ("glue/stsb", "protein/stability", "protein/fluorescence")
 TAGS = ("conll", "protein/secondary", "protein/conservation")
 OPEN = ("tsv", "dna", "protein")
@@ -334,8 +334,9 @@ class Forecast:
                 )
                 raise BadInput(
                     f"{jobs[0].name} and {jobs[1].name} would be one run, with model.{name}="
-                    f"{values[0]} and {values[1]}: a key does not tell the default from a dropout "
-                    f"that comes from the checkpoint; type model.{name}={other} for {by}"
+                    f"{values[0]} and {values[1]}, because a run's key does not tell a default "
+                    "that was typed from the dropout of the checkpoint; type "
+                    f"model.{name}={other} for {by}"
                 )
 
     def _check_inputs(self, job: Job, recipe: Recipe) -> None:

@@ -37,10 +37,10 @@ class Head:
 
     `kind` is the name of the task, `labels` are the class names, and `columns` the names of the raw
     columns. `mapping`, `max_tokens` and `masking` (the share of tokens to predict) are the run's
-    settings. `pair` says whether the input is two texts. `pair_scale` is the number of masked
-    tokens that a pair counts as in the loss, or 0 without a pair head. `smoothing` and
-    `class_weights` change the training loss of classification. A probe reads the hidden states
-    after `layer`; every other head has None and reads the last ones.
+    settings. `pair` says whether the input is two texts. A pair weighs as much in the loss as
+    `pair_scale` masked tokens (0: there is no pair head). `smoothing` and `class_weights` change
+    the training loss of classification. A probe reads the hidden states after `layer`; every other
+    head has None and reads the last ones.
     """
 
     kind: str
