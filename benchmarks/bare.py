@@ -60,7 +60,7 @@ class Session:
         setup: Any = SimpleNamespace(recipe=recipe, ranks=ranks)
         setup.seed_dropout = partial(Setup.seed_dropout, setup)
         self.setup = setup
-        self.state, self.steps, self.told = State(), steps, 0.0
+        self.state, self.steps, self.stop_requested = State(), steps, 0.0
         self.snapshot = SimpleNamespace(before_change=lambda: None)
         self.monitor = None  # used only at numerical trouble, which is an error here
 
@@ -77,7 +77,7 @@ class Session:
         """The learning rate."""
         return 1e-4
 
-    def advance(self, step: object, told: object) -> SimpleNamespace:
+    def advance(self, step: object, stop_requests: object) -> SimpleNamespace:
         """Count a step."""
         self.state.step += 1
         return SimpleNamespace(anything=False, log=False, validation=False, checkpoint=False)

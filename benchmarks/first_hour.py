@@ -121,7 +121,7 @@ def gradient(
     # with graphs: first without a graph, then recorded and replayed, then only replayed
     for _ in range(3 if graphs else 1):
         model.zero_grad()
-        loss = replicas.learn(batch, 0, 1)
+        loss = replicas.forward_backward(batch, 0, 1)
     parts = [loss.total, *(w.grad for w in model.parameters() if w.grad is not None)]
     return torch.cat([part.double().cpu().flatten() for part in parts])
 
@@ -203,7 +203,7 @@ class Small:
     def step(self, batch: Batch[Tensor], seed: int, rate: float = 1e-3) -> float:
         """Take a step of gradient descent, and return the loss before it."""
         torch.manual_seed(seed)
-        loss = self.replicas.learn(batch, 0, 1).total
+        loss = self.replicas.forward_backward(batch, 0, 1).total
         with torch.no_grad():
             for weight in self.model.parameters():
                 if weight.grad is not None:

@@ -337,8 +337,10 @@ def tasks_page() -> str:
             heads.setdefault(read_recipe(path)["head"], []).append(name)
     lines = ["# Tasks", "", TASKS_ABOUT, ""]
     for name, task in TASKS.items():
-        best = [f"`{metric}` ({'higher' if way > 0 else 'lower'} is better)"
-                for metric, way in task.metrics.items()]  # fmt: skip
+        best = [
+            f"`{metric}` ({'higher' if way > 0 else 'lower'} is better)"
+            for metric, way in task.metrics.items()
+        ]
         named = [f"[`{one}`](recipes.md#{one.replace('/', '')})" for one in heads.get(name, [])]
         about = (getdoc(task) or "").split("\n\n")[0]
         lines += [f"## head={name}", "", prose(about), ""]

@@ -135,7 +135,7 @@ def steps(
         sums = replicas.begin()
         for i, batch in enumerate(batches):
             torch.manual_seed(10 * number + i)
-            sums.add(replicas.learn(batch, i, len(batches)))
+            sums.add(replicas.forward_backward(batch, i, len(batches)))
         gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
         gradient = torch.cat([gradient.flatten() for gradient in gradients])
         results.append((sums.all.tolist(), gradient))
@@ -201,7 +201,7 @@ def test_two_ranks_average_their_gradients(recorded: list[Graph]) -> None:
             model.zero_grad()
             with Pair.turn:
                 for i, batch in enumerate(given):
-                    replicas.learn(batch, i, len(given))
+                    replicas.forward_backward(batch, i, len(given))
             got.append([2 * gradient for gradient in gradients_of(model)])
         return got
 
@@ -262,7 +262,7 @@ def test_all_graphs_share_the_memory_of_their_gradients(recorded: list[Graph]) -
     batches = batches_of([16, 16, 12, 12, 8, 8])
     replicas = Replicas(model_of(), ALONE, lambda: batches[0], "fp32", True)
     for batch in batches:
-        replicas.learn(batch, 0, 1)
+        replicas.forward_backward(batch, 0, 1)
     assert replicas.recorder is not None
     one, *others = (r.gradients for r in replicas.recorder.recordings.values() if r is not None)
     assert len(others) == 2
@@ -283,7 +283,7 @@ def test_too_little_memory_is_one_line(recorded: list[Graph]) -> None:
     for _ in range(2):
         replicas.recorder.passes = no_memory
         with pytest.raises(Failure, match=r"too little memory: batch\.accumulate divides a step"):
-            replicas.learn(batch, 0, 1)
+            replicas.forward_backward(batch, 0, 1)
         replicas.recorder.passes = passes
         replicas.recorder.recordings.clear()
-        replicas.learn(batch, 0, 1)
+        replicas.forward_backward(batch, 0, 1)

@@ -52,13 +52,13 @@ def bad_loss(self, batch):
     return result
 Model.loss = bad_loss
 """
-# Python that changes a step: `learn` computes its gradients, and `now[0]` is its number
+# Python that changes a step: `passes` computes its gradients, and `now[0]` is its number
 LEARN = """
 import torch
 from xformer.parallel.replicas import Replicas
 from xformer.setup import Setup
 from xformer.tasks.task import Loss
-seed_dropout, learn, now = Setup.seed_dropout, Replicas.learn, [0]
+seed_dropout, passes, now = Setup.seed_dropout, Replicas.forward_backward, [0]
 def remember(setup, step, i):
     now[0] = step
     seed_dropout(setup, step, i)
@@ -72,15 +72,15 @@ def spoil(self, *given):
         done.append(5)
         with torch.no_grad():
             self.model.encoder.layers[0].mlp.up.weight[3, 5] = torch.nan
-    return learn(self, *given)
-Replicas.learn = spoil
+    return passes(self, *given)
+Replicas.forward_backward = spoil
 """
 # every loss after the fifth step is infinite
 BAD_LOSSES = f"""{LEARN}
 def spoil(self, *given):
-    loss = learn(self, *given)
+    loss = passes(self, *given)
     return loss if now[0] < 5 else Loss(loss.total / 0, loss.count, loss.correct)
-Replicas.learn = spoil
+Replicas.forward_backward = spoil
 """
 
 
@@ -297,9 +297,9 @@ def test_a_spike_is_skipped(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """
     spike = f"""{LEARN}
 def spiky(self, *given):
-    loss = learn(self, *given)
+    loss = passes(self, *given)
     return Loss(loss.total * 1000, loss.count, loss.correct) if now[0] == 109 else loss
-Replicas.learn = spiky
+Replicas.forward_backward = spiky
 """
     wanted = [
         "train.steps=115",

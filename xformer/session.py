@@ -80,7 +80,7 @@ class Session:
         return self.setup.done(self.state)
 
     @property
-    def told(self) -> float:
+    def stop_requested(self) -> float:
         """1 if a signal told this rank to stop, else 0; see `Replicas.begin`."""
         return float(bool(self.signals))
 
@@ -90,9 +90,9 @@ class Session:
         before = setup.done_at(state.step, state.position)
         return setup.rate(before, setup.done_at(state.step + 1, step.end))
 
-    def advance(self, step: Step, told: Tensor) -> Due:
-        """Count a step, and return what to do after it. `told` () is above 0 if any rank was told
-        to stop. Raises Failure if the store is damaged."""
+    def advance(self, step: Step, stop_requests: Tensor) -> Due:
+        """Count a step, and return what to do after it. `stop_requests` () is above 0 if any rank
+        was told to stop. Raises Failure if the store is damaged."""
         setup, state, settings = self.setup, self.state, self.setup.recipe.train
         self.stepped.set()
         epoch = state.position // setup.samples.per_epoch
@@ -113,7 +113,7 @@ class Session:
             log=falls_on(settings.log_every) or self.done,
             validation=(validation or self.done) and "valid" in setup.store.splits,
             checkpoint=falls_on(settings.checkpoint_every) or falls_on(settings.keep_every),
-            stop=self.stop_flag.read(state.step, told),
+            stop=self.stop_flag.read(state.step, stop_requests),
         )
 
     # ---------------------------------------------------------------------------------- the log
@@ -364,17 +364,17 @@ class StopFlag:
         self.value = torch.zeros((), pin_memory=self.on_cuda)
         self.copied: torch.cuda.Event | None = None
 
-    def read(self, step: int, told: torch.Tensor) -> bool:
-        """Whether to stop after this step. `told` () is above 0 if a rank was told to stop in this
-        step or an earlier one."""
+    def read(self, step: int, stop_requests: torch.Tensor) -> bool:
+        """Whether to stop after this step. `stop_requests` () is above 0 if a rank was told to stop
+        in this step or an earlier one."""
         if not self.on_cuda:
-            return bool(told > 0)
+            return bool(stop_requests > 0)
         if step % 2:
             return False
         if self.copied is not None:
             self.copied.synchronize()  # recorded 2 steps ago
         stop = bool(self.value > 0)
-        self.value.copy_(told, non_blocking=True)
+        self.value.copy_(stop_requests, non_blocking=True)
         self.copied = torch.cuda.Event()
         self.copied.record()
         return stop

@@ -171,13 +171,13 @@ def _compile(model: Model, what: str, setup: Setup, feed: Feed, monitor: Monitor
 
 def loop(
     steps: Generator[tuple[Step, list[Batch[Tensor]]], None, None],
-    model: Replicas,
+    replicas: Replicas,
     optimizer: torch.optim.Optimizer,
     session: Session,
     guard: Guard,
     until: int,
 ) -> None:
-    """The training loop: rate, micro-batches, clip, step, log, validate, checkpoint."""
+    """The training loop: micro-batches, rate, passes, clip, step, log, validate, checkpoint."""
     setup, state = session.setup, session.state
     while not session.done and (not until or state.step < until):
         with session.part("waiting for data"):
@@ -185,24 +185,24 @@ def loop(
         rate = session.rate(step)
 
         optimizer.zero_grad()
-        sums = model.begin(session.told)
+        sums = replicas.begin(session.stop_requested)
         for i, batch in enumerate(batches or [None]):  # the last step may leave a rank without rows
             setup.seed_dropout(state.step, i)
-            sums.add(model.learn(batch, i, len(batches)))
+            sums.add(replicas.forward_backward(batch, i, len(batches)))
         with session.part("optimizer"):
-            count = model.reduce(sums)
+            count = replicas.reduce(sums)
             norm = gradient_norm(optimizer) / count
             drop = guard.judge(sums, norm)
             session.snapshot.before_change()
             clip_and_step(optimizer, rate, count, norm, setup.recipe.optim.clip, drop)
-            model.restore(drop)
+            replicas.restore(drop)
 
-        due = session.advance(step, sums.told)
+        due = session.advance(step, sums.stop_requests)
         if due.anything or setup.ranks.device.type == "cpu":  # other steps do not wait for CUDA
-            guard.settle(session, model.model)
+            guard.settle(session, replicas.model)
         if due.log:
             session.log(rate, guard.sums)
-        best = due.validation and run_validation(session, model.model)
+        best = due.validation and run_validation(session, replicas.model)
         if session.done and not due.log:  # early stopping (train.patience)
             session.log(rate, guard.sums)
         session.keep(due, best)

@@ -44,7 +44,7 @@ def programs(case: Case) -> tuple[int, set[str]]:
         trainer, (batch, *_) = case.trainer(), case.batches()
         trainer.model.copy.compile(fullgraph=True, dynamic=False, backend=backend)
         for _ in range(2):
-            trainer.model.learn(batch, 0, 1)
+            trainer.model.forward_backward(batch, 0, 1)
     return len(kernels), set().union(*kernels)
 
 

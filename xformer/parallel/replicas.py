@@ -20,10 +20,10 @@ class Sums:
     """Sums over the micro-batches of a step and over the ranks, () each: the loss, the number of
     predictions, how many of them are correct, and how many ranks were told to stop."""
 
-    def __init__(self, device: torch.device, told: float = 0.0):
+    def __init__(self, device: torch.device, stop_requested: float = 0.0):
         self.all = torch.zeros(4, device=device)
-        self.loss, self.count, self.correct, self.told = self.all.unbind()  # views
-        self.told += told
+        self.loss, self.count, self.correct, self.stop_requests = self.all.unbind()  # views
+        self.stop_requests += stop_requested
 
     def add(self, loss: Loss) -> None:
         """Add the loss of a micro-batch."""
@@ -68,7 +68,7 @@ class Replicas:
         model.zero_grad()
         self.restore(torch.ones((), device=ranks.device))
 
-    def learn(self, batch: Batch[Tensor] | None, number: int, of: int) -> Loss:
+    def forward_backward(self, batch: Batch[Tensor] | None, number: int, of: int) -> Loss:
         """Run forward and backward for micro-batch `number`, counted from 0, of the `of` in this
         step. Add its gradients to those of the weights, and return its loss."""
         last = number + 1 >= of
@@ -87,11 +87,11 @@ class Replicas:
         loss.total.backward()
         return replace(loss, total=loss.total.detach())
 
-    def begin(self, told: float = 0.0) -> Sums:
+    def begin(self, stop_requested: float = 0.0) -> Sums:
         """Begin a step: save the buffers (running statistics of batch norms) and return empty sums.
-        `told` is 1 if this rank was told to stop."""
+        `stop_requested` is 1 if this rank was told to stop."""
         self.before = [buffer.clone() for buffer in self.buffers]
-        return Sums(self.ranks.device, told)
+        return Sums(self.ranks.device, stop_requested)
 
     def _averaging(self, last: bool) -> AbstractContextManager[None]:
         """The context for the passes of a micro-batch: only the `last` averages the gradient."""

@@ -70,11 +70,8 @@ def _dots(axes: Any, shown: list[tuple[str, Cell]], table: ScoreTable) -> None:
         bars = [[cell.sample.mean - ends[0]], [ends[1] - cell.sample.mean]]
         axes.errorbar(cell.sample.mean, place, xerr=bars, fmt="D", color=colour, **BAR)
         number = f"{cell.sample.mean:.{table.digits}f}"
-        above = (0, 11)  # points
-        axes.annotate(
-            number, (cell.sample.mean, place), above, textcoords="offset points", ha="center",
-            color=colour, weight="bold",
-        )  # fmt: skip
+        look = {"textcoords": "offset points", "ha": "center", "color": colour, "weight": "bold"}
+        axes.annotate(number, (cell.sample.mean, place), (0, 11), **look)
     if chance := list(table.chance.values())[:1]:
         axes.axvline(table.scale * chance[0], color="0.5", ls=":", zorder=1)
         axes.annotate(

@@ -66,9 +66,9 @@ CLAIMS = "claims.json"  # the numbers of the claims, with their sources
 # what the overview says of a claim
 GLANCE = ("difference ± 95 % interval", "published difference", "seeds", "hours", "registered")
 PRINT = {"axes.prop_cycle": style.BOTH["axes.prop_cycle"]}  # of a PDF: twelve colours on white
-TEX = {character: f"\\{character}" for character in "#$%&_{}"} | {
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "±": r"$\pm$",
-}  # fmt: skip
+TEX = {character: f"\\{character}" for character in "#$%&_{}"}  # what LaTeX needs for characters
+TEX |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
+TEX["±"] = r"$\pm$"
 DIFFERS = ("where we differ", "the paper", "here", "why")  # headers of the table of deviations
 
 
