@@ -1,7 +1,7 @@
 """The decorator `operation`, which lets Python, recipes and the shell call one plain function.
 
-The function's signature is the schema of its arguments, and its docstring is their help. No
-other list of operations is needed.
+The function's signature is the schema of its arguments, and its docstring is their help. None of
+the three needs a list of operations. (The forecast of a study knows some by name.)
 """
 
 from __future__ import annotations
