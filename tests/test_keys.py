@@ -15,7 +15,8 @@ from xformer.config import parse_overrides, validate
 from xformer.data.errors import BadInput
 from xformer.data.files import RUN_MANIFEST, read_json, write_json
 from xformer.recipe import Recipe
-from xformer.study.forecast import Costs, Forecast
+from xformer.study.costs import Costs
+from xformer.study.forecast import Forecast
 from xformer.study.plan import LATER, Plan, content_key, identity
 from xformer.study.pool import set_up
 from xformer.study.spec import read_study

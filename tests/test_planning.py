@@ -27,7 +27,8 @@ from xformer.data.files import write_json
 from xformer.model.config import ModelConfig
 from xformer.preprocess import cli
 from xformer.preprocess.tasks import dna, glue, protein, tags
-from xformer.study.forecast import PLACEHOLDER, Forecast, Notes, in_words, listed, made_kind
+from xformer.study.forecast import Forecast, made_kind
+from xformer.study.notes import PLACEHOLDER, Notes, in_words, listed
 from xformer.study.plan import Plan
 from xformer.study.results import Results
 from xformer.study.spec import read_study

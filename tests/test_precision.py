@@ -28,7 +28,8 @@ from xformer.parallel.processes import ALONE
 from xformer.prepare import with_precision
 from xformer.recipe import Recipe
 from xformer.study.__main__ import listing
-from xformer.study.forecast import Costs, Forecast
+from xformer.study.costs import Costs
+from xformer.study.forecast import Forecast
 from xformer.study.plan import Plan, content_key, identity
 from xformer.study.report import build_report
 from xformer.study.results import Results

@@ -26,7 +26,7 @@ from xformer.data.files import read_json
 from xformer.data.store import open_store
 from xformer.optim import MOMENTS, OptimConfig
 from xformer.recipe import Recipe
-from xformer.study.forecast import Notes
+from xformer.study.notes import Notes
 from xformer.study.plan import Job, content_key, identity
 from xformer.study.spec import read_study
 

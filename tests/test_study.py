@@ -39,8 +39,9 @@ from xformer.study import claims, headline, pool
 from xformer.study.__main__ import execute, listing
 from xformer.study.__main__ import main as study_main
 from xformer.study.claims import holm, paired_test, verdicts
+from xformer.study.costs import Costs
 from xformer.study.figures import curves_figure, table_figure
-from xformer.study.forecast import Costs, Forecast
+from xformer.study.forecast import Forecast
 from xformer.study.plan import Digests, Job, Plan, to_do
 from xformer.study.pool import newest_numbers, set_up
 from xformer.study.report import (

@@ -17,7 +17,8 @@ from xformer.data.errors import BadInput
 from xformer.study import sweep, timing
 from xformer.study.__main__ import cost_lines
 from xformer.study.claims import paired_test
-from xformer.study.forecast import Costs, Forecast
+from xformer.study.costs import Costs
+from xformer.study.forecast import Forecast
 from xformer.study.plan import Job, Plan, to_do
 from xformer.study.report import build_report, render
 from xformer.study.results import Results, sample_of

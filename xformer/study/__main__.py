@@ -33,7 +33,9 @@ from xformer.parallel.precision import first_device, speed_note
 from xformer.start import run
 from xformer.study import pool, sweep, timing
 from xformer.study.claims import registration_lines
-from xformer.study.forecast import Costs, Forecast, Notes
+from xformer.study.costs import Costs
+from xformer.study.forecast import Forecast
+from xformer.study.notes import Notes
 from xformer.study.plan import Job, Plan, to_do
 from xformer.study.report import write_report
 from xformer.study.results import AGAIN, Ledger, Results, reruns

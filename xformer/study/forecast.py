@@ -1,4 +1,4 @@
-"""What is known of a plan before it runs: models, stores, tokenizers, costs, and numbers in notes.
+"""What is known of a plan before it runs: models, stores and tokenizers.
 
 Things that exist on disk are read. The properties of a thing that a command will make are inferred
 from the command. A property that is still not known is None, never a guess.
@@ -6,26 +6,21 @@ from the command. A property that is still not known is None, never a guess.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import pairwise
-from math import prod
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from pydantic import ValidationError
 
 from xformer import checkpoint as checkpoints
-from xformer import cost, trajectory
+from xformer import trajectory
 from xformer.analysis.examples import check_length
-from xformer.config import all_keys, each, flat, nearest, parse_overrides, validate
+from xformer.config import each, parse_overrides, validate
 from xformer.convert import hf
 from xformer.data import mapping
-from xformer.data.batch import Workload
 from xformer.data.errors import BadInput
 from xformer.data.files import installed, read_json, read_run_json
 from xformer.data.joined import open_stores
@@ -36,12 +31,12 @@ from xformer.model.config import DROPOUT, ModelConfig
 from xformer.prepare import check_data, check_model, with_dropout
 from xformer.recipe import Recipe
 from xformer.scoring import check_kind
-from xformer.study.plan import Job, Plan, content_key
-from xformer.study.spec import Deviation, Levels, ScoreTable, within
+from xformer.study.plan import Job, Plan
+from xformer.study.spec import ScoreTable, within
 from xformer.surgery import layers
 from xformer.surgery.embeddings import check_source, check_width
 from xformer.surgery.registry import Operation, naming, parse_operation
-from xformer.tasks.known import TASKS, kind_of, task_of
+from xformer.tasks.known import TASKS, kind_of
 from xformer.tasks.task import HIGHER, Head, Task
 
 # The tasks of `preprocess.py task NAME` that make scores and tags. Those in OPEN make what --kind
@@ -49,15 +44,6 @@ from xformer.tasks.task import HIGHER, Head, Task
 SCORES = ("glue/stsb", "protein/stability", "protein/fluorescence")
 TAGS = ("conll", "protein/secondary", "protein/conservation")
 OPEN = ("tsv", "dna", "protein")
-PLACEHOLDER = re.compile(r"\{([^{}:]*):([^{}]*)\}")
-OF_MADE = re.compile(r"made\.([\w-]+)")
-OF_STAGE = re.compile(r"([\w-]+)(?:\(([^()]*)\))?")
-UNKNOWN = "?"
-UNUSED = {"train.epochs": "train.steps", "batch.rows": "batch.tokens"}  # if the other is given
-MOST = 4  # values that are listed; more numbers become a range
-RATE = 40e9  # FLOP/s of one CPU core, until a run has been measured
-OTHER = 20.0  # seconds assumed for a job of unknown cost
-START = 1.0  # seconds that a run needs before and after its steps; the fork server has the imports
 # what reading a file can raise if it is missing or damaged
 UNREADABLE = (BadInput, KeyError, TypeError, ValueError, OSError)
 SPECIAL = 5  # tokens that every tokenizer of `preprocess.py tokenizer` has beside its letters
@@ -231,14 +217,14 @@ class Forecast:
             case ("preprocess.py", "tokenizer", *options):
                 tokenizer = _learned(tokenizer, options)
             case ("preprocess.py", "synthetic", _, *options):
-                size, other = (_option(options, o) for o in ("--vocab-size", "--frequencies"))
+                size, other = (option_of(options, o) for o in ("--vocab-size", "--frequencies"))
                 most = int(size) if size else self.at(other).tokenizer.size if other else None
                 tokenizer = TokenizerFacts(f"numbers {most or job.key}", most, letters=True)
             case ("preprocess.py", "pairs", *options):
-                source = _option(options, "--store")
+                source = option_of(options, "--store")
             case ("preprocess.py", "text" | "task", *options):
                 tokenizer = replace(tokenizer, letters=True)
-                source = _option(options, "--tokenizer")
+                source = option_of(options, "--tokenizer")
         tokenizer = self.at(source).tokenizer if source else tokenizer
         return Facts(job.name, tokenizer, shape, made_kind(job.command))
 
@@ -305,7 +291,7 @@ class Forecast:
             self._check_training(job, self.recipe(job))
         match job.command:
             case ("evaluate.py", source, *settings):
-                self._check_scoring(source, _settings(settings))
+                self._check_scoring(source, settings_of(settings))
             case ("-m", "xformer.analysis", _, *settings):
                 self._check_analysis(settings)
 
@@ -440,7 +426,7 @@ class Forecast:
 
     def _check_analysis(self, arguments: Sequence[str]) -> None:
         """What an analysis checks of the checkpoints that it reads."""
-        most = _settings(arguments).get("max_tokens", "")
+        most = settings_of(arguments).get("max_tokens", "")
         for path in (argument for argument in arguments if "=" not in argument):
             facts = self.at(path)
             if facts.shape is not None and most.isdigit():
@@ -501,7 +487,7 @@ def made_kind(command: Sequence[str]) -> str | None:
         case ("preprocess.py", "task", "choice", *_):
             return "choice"
         case ("preprocess.py", "task", task, *options) if task in OPEN:
-            return _option(options, "--kind") or "class"
+            return option_of(options, "--kind") or "class"
         case ("preprocess.py", "task", task, *_):
             return "score" if task in SCORES else "tag" if task in TAGS else "class"
     return None
@@ -510,24 +496,21 @@ def made_kind(command: Sequence[str]) -> str | None:
 def _learned(unknown: TokenizerFacts, options: Sequence[str]) -> TokenizerFacts:
     """The tokenizer that `preprocess.py tokenizer` makes. From a small text it may have fewer
     pieces than the command asks for."""
-    kind, size = _option(options, "--kind"), _option(options, "--vocab-size")
-    alphabet = _option(options, "--alphabet")
+    kind, size = option_of(options, "--kind"), option_of(options, "--vocab-size")
+    alphabet = option_of(options, "--alphabet")
     pieces = len(set(alphabet)) + SPECIAL if alphabet else int(size) if size else None
     letters = None if kind is None else kind == "symbols"
     return replace(unknown, size=pieces, letters=letters, learned="--from" not in options)
 
 
-def _option(command: Sequence[str], name: str) -> str | None:
+def option_of(command: Sequence[str], name: str) -> str | None:
     """The word after an option of a command."""
     return next((value for before, value in pairwise(command) if before == name), None)
 
 
-def _settings(arguments: Sequence[str]) -> dict[str, str]:
+def settings_of(arguments: Sequence[str]) -> dict[str, str]:
     """The KEY=VALUE among the arguments of a command."""
     return dict(argument.split("=", 1) for argument in arguments if "=" in argument)
-
-
-# ---------------------------------------------------------------------------------------- costs
 
 
 def _known_dropout(run: Path) -> dict[str, Any]:
@@ -546,275 +529,3 @@ def _known_dropout(run: Path) -> dict[str, Any]:
         recorded = read_run_json(run / "config.json")["identity"]["model"]
         return {k: recorded[k] for k in defaults if recorded.get(k, defaults[k]) != defaults[k]}
     return {}
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work of a run: the FLOPs of training and of scoring, and the number of training tokens.
-    Runs of one `kind` have the same model, batches and rows, and so the same speed."""
-
-    kind: str
-    operations: float
-    scoring: float
-    tokens: int
-
-
-class Costs:
-    """Expected seconds of a plan's jobs, from the FLOP/s of finished runs: those on disk, and those
-    in `kept`, which has results by key. xformer.study.timing adds the `rates` of other kinds.
-    Raises BadInput naming a result that does not say how many seconds its run took."""
-
-    def __init__(self, forecast: Forecast, kept: Mapping[str, Any] | None = None):
-        self.forecast, kept = forecast, kept or {}
-        runs = [job for job in forecast.plan.jobs.values() if job.recipe is not None]
-        self.work = {job.key: self._work(job) for job in runs}
-        rates: dict[str, list[float]] = {}  # by kind
-        spent: dict[str, list[float]] = {}  # by stage
-        for job in runs:
-            if job.done or job.key in kept:
-                content = read_run_json(job.proof) if job.done else kept[job.key]
-                seconds = content.get("seconds") if isinstance(content, dict) else None
-                if not isinstance(seconds, int | float):
-                    why = "it does not say how many seconds it took"
-                    raise BadInput(f"{job.proof} is damaged: {why}")
-                spent.setdefault(job.stage, []).append(seconds)
-                if work := self.work[job.key]:
-                    rates.setdefault(work.kind, []).append(work.operations / max(seconds, 1e-3))
-        self.rates = {kind: median(some) for kind, some in rates.items()}
-        # also for stages whose finished runs have no store here
-        self.usual = {stage: median(seconds) for stage, seconds in spent.items()}
-
-    def seconds(self, job: Job) -> float | None:
-        """Expected seconds of a job. If its store is not made yet, this is the median of its
-        stage's finished runs. None for a command, and if no such run was timed."""
-        work, usual = self.work.get(job.key), self.usual.get(job.stage)
-        if work is not None and self.rates:
-            rate = self.rates.get(work.kind) or median(self.rates.values())
-            return START + (work.operations + work.scoring) / rate
-        return None if usual is None else START + usual
-
-    def guess(self, job: Job) -> float:
-        """Expected seconds, or a guess if nothing is known."""
-        work, known = self.work.get(job.key), self.seconds(job)
-        if known is not None:
-            return known
-        return OTHER if work is None else START + work.operations / RATE
-
-    def _work(self, job: Job) -> Work | None:
-        recipe, shape = self.forecast.recipe(job), self.forecast.made(job).shape
-        sizes = self.forecast.sizes(recipe.data) or {}
-        if shape is None or "train" not in sizes:
-            return None
-        rows, tokens = sizes["train"]
-        length = min(-(-tokens // rows) + 2, recipe.batch.max_tokens or shape.max_positions)
-        batch = recipe.batch.tokens / length or recipe.batch.rows  # rows of a step
-        total = recipe.train.steps * batch or recipe.train.epochs * rows * recipe.fraction
-        steps = total / batch
-        every = recipe.train.validate_every
-        validations = steps // every if every else total // (rows * recipe.fraction)
-        valid, test = (sizes.get(split, (0, 0))[1] for split in ("valid", "test"))
-        scored = (validations + 1) * valid + test
-        amount = Workload.even(max(1, round(total)), length, recipe.masking.probability)
-        operations = float(cost.training_flops(shape, task_of(Head(recipe.head)), amount))
-        same = (shape.model_dump(), recipe.head, recipe.batch.model_dump(), length, job.processes)
-        system = recipe.system.model_dump(mode="json")
-        # a probe takes less time than these operations, so each layer has a kind of its own
-        probed = () if recipe.probe.layer is None else (recipe.probe.layer,)
-        kind = content_key([*same, recipe.train.only, system, *probed])
-        scoring = operations / (1 + cost.BACKWARD) * scored / amount.tokens
-        return Work(kind, operations, scoring, amount.tokens)
-
-
-# ----------------------------------------------------------------------------- numbers in notes
-
-
-class Notes:
-    """A study's `notes` and `deviations`, with placeholders replaced by values.
-
-        {finetune: optim.lr}                              a setting of a stage's runs, resolved
-        {finetune(task=mrpc): batch.rows * train.steps}   of some runs; a product of settings
-        {finetune: model.layers}                          of the model that the runs start from
-        {finetune: runs}                                  how many runs the stage has
-        {finetune: count.seed} {finetune: levels.seed}    how many levels a factor has; their names
-        {look: examples}                                  for a stage that is a command: examples=
-        {made.nesting: --tokens}                          an option of a command
-        {made.minilm: model.layers}                       the shape of a checkpoint that is made
-        {paper: 200,000 steps of 150 rows}                this text as it is: what the paper says
-
-    If the runs differ, the values are listed: "16, 32 or 128". A value that is not known yet, such
-    as the shape of a model that does not exist, is a question mark. Raises BadInput naming the
-    first placeholder that is not valid.
-    """
-
-    def __init__(self, forecast: Forecast):
-        self.forecast, self.plan, self.study = forecast, forecast.plan, forecast.plan.study
-        self._flat: dict[str, dict[str, Any]] = {}  # settings of runs, by dotted key
-        with within(self.study.path):
-            self.notes = tuple(self._filled(text, "notes") for text in self.study.notes)
-            self.deviations = tuple(
-                self._deviation(one)
-                for one in self.study.deviations
-                if any(map(one.concerns, self.study.shows()))
-            )
-
-    def _deviation(self, one: Deviation) -> Deviation:
-        texts = {name: text for name, text in one if isinstance(text, str)}
-        place = f"deviation {one.what!r}"
-        filled = {name: self._filled(text, place) for name, text in texts.items()}
-        return one.model_copy(update=filled)
-
-    def _filled(self, text: str, place: str) -> str:
-        def value(match: re.Match[str]) -> str:
-            with within(f"{place}: {match[0]}"):
-                return self._value(match[1].strip(), match[2].strip())
-
-        rest = PLACEHOLDER.sub("", text)
-        filled = PLACEHOLDER.sub(value, text)
-        if "{" in rest or "}" in rest:
-            raise BadInput(
-                f"{place}: {text!r} has a brace outside a placeholder; a placeholder is written "
-                "{STAGE: KEY}"
-            )
-        return filled
-
-    def _value(self, of: str, key: str) -> str:
-        if of == "paper":
-            return key
-        if match := OF_MADE.fullmatch(of):
-            if key.startswith("model."):
-                return self._made_shape(match[1], key)
-            return in_words(self._option(match[1], key))
-        match = OF_STAGE.fullmatch(of)
-        if match is None or match[1] not in self.study.stages:
-            near = nearest(of, ["paper", *self.study.stages])
-            raise BadInput(f"there is no stage {of!r}{near}")
-        runs = self._runs(match[1], match[2] or "")
-        if key == "runs":
-            return in_words(len(runs))
-        kind, _, factor = key.partition(".")
-        if kind in ("count", "levels"):
-            if factor not in runs[0].levels:
-                near = nearest(factor, list(runs[0].levels))
-                raise BadInput(f"the stage {match[1]} does not vary by {factor!r}{near}")
-            levels = list(dict.fromkeys(run.levels[factor] for run in runs))
-            return in_words(len(levels)) if kind == "count" else _joined(levels, "and")
-        return listed(self._product(run, key) for run in runs)
-
-    def _runs(self, stage: str, where: str) -> list[Job]:
-        """The planned runs of a stage at the levels that "task=mrpc, seed=0" says."""
-        wanted: Levels = {}
-        for part in filter(None, where.split(",")):
-            factor, equals, level = (word.strip() for word in part.partition("="))
-            if not equals:
-                raise BadInput(f"{part.strip()!r} is not of the form FACTOR=LEVEL")
-            wanted[factor] = level
-        runs = self.plan.runs(stage, wanted)
-        if not runs:
-            at = f" at {where.strip()}" if wanted else ""
-            raise BadInput(f"the study has no run of the stage {stage}{at}")
-        return runs
-
-    def _option(self, name: str, option: str) -> str:
-        """The value of an option in the command of {made.NAME}."""
-        made = self.study.made.get(name)
-        if made is None:
-            raise BadInput(f"there is no made.{name}{nearest(name, list(self.study.made))}")
-        if made.same:
-            return self._option(made.same, option)
-        value = _option(made.command, option)
-        if value is None or "{" in value:
-            raise BadInput(f"the command of made.{name} has no value of {option!r}")
-        return value
-
-    def _made_shape(self, name: str, key: str) -> str:
-        """A part of the shape of the checkpoint {made.NAME}."""
-        jobs = [job for job in self.plan.jobs.values() if job.name == f"made.{name}"]
-        if not jobs:
-            near = nearest(name, list(self.study.made))
-            raise BadInput(f"no run of the study needs made.{name}{near}")
-        _check_key(key)
-        shapes = [self.forecast.made(job).shape for job in jobs]
-        return listed(getattr(shape, key.removeprefix("model."), None) for shape in shapes)
-
-    def _product(self, run: Job, key: str) -> Any:
-        values = [self._setting(run, part.strip()) for part in key.split("*")]
-        if len(values) == 1 or None in values:
-            return None if None in values else values[0]
-        if not all(map(_is_number, values)):
-            raise BadInput(f"{key}: a factor of this product is not a number")
-        return prod(values)
-
-    def _setting(self, run: Job, key: str) -> Any:
-        """A setting of a run; None if it is not known yet."""
-        if run.recipe is None:
-            if (value := _settings(run.command).get(key)) is None:
-                raise BadInput(f"the command of {run.name} has no {key}=...")
-            return value
-        _check_key(key)
-        group, _, name = key.partition(".")
-        if group == "model":
-            shape = self.forecast.start(run)
-            if shape is None or (name == "vocab_size" and shape.vocab_size == 0):
-                return None
-            return shape.before_head if name == "head_dropout" else getattr(shape, name)
-        if run.key not in self._flat:
-            self._flat[run.key] = flat(self.forecast.recipe(run).model_dump())
-        values = self._flat[run.key]
-        if (other := UNUSED.get(key)) and values[other]:
-            raise BadInput(f"{run.name} does not use {key}, as it has {other}")
-        value = values.get(key, {})
-        if value is None:
-            raise BadInput(f"{run.name} gives {key} no value")
-        return value
-
-
-@cache
-def _keys() -> dict[str, Any]:
-    """The dotted keys of a recipe."""
-    return all_keys(Recipe)
-
-
-def _check_key(key: str) -> None:
-    if key not in _keys():
-        raise BadInput(f"there is no key {key!r}{nearest(key, list(_keys()))}")
-
-
-def listed(values: Iterable[Any]) -> str:
-    """ "16, 32 or 128" for the different ones among the values; "5 to 80" for many numbers."""
-    different = list(dict.fromkeys(values))
-    if None in different:
-        return UNKNOWN
-    if all(map(_is_number, different)):
-        different.sort()
-        if len(different) > MOST:
-            return f"{in_words(different[0])} to {in_words(different[-1])}"
-    return _joined([in_words(value) for value in different], "or")
-
-
-def in_words(value: Any) -> str:
-    """A value as it stands in a sentence: 200,000, 5e-5, 0.9 and 0.98."""
-    if isinstance(value, str) and value.isdigit():
-        value = int(value)
-    if isinstance(value, bool | str):
-        return str(value).lower() if isinstance(value, bool) else value
-    if isinstance(value, tuple | list):
-        return _joined([in_words(part) for part in value], "and")
-    if not _is_number(value):
-        raise BadInput("it stands for a group of settings; name one of them")
-    if value == int(value):
-        return f"{int(value):,}"
-    if abs(value) >= 0.001:
-        return f"{value:g}"
-    mantissa, _, exponent = f"{value:e}".partition("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _joined(words: list[str], last: str) -> str:
-    """ "a, b or c", if `last` is "or"."""
-    if len(words) < 2:
-        return "".join(words)
-    return f"{', '.join(words[:-1])} {last} {words[-1]}"

@@ -10,7 +10,7 @@ import numpy as np
 from xformer.analysis import drawing
 from xformer.data import style
 from xformer.study.claims import Verdict
-from xformer.study.forecast import listed
+from xformer.study.notes import listed
 from xformer.study.results import Cell, Panel, Results
 from xformer.study.spec import METRIC, Headline, ScoreTable
 from xformer.study.statistics import LEVEL

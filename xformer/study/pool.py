@@ -23,7 +23,8 @@ from xformer.data.display import Progress, duration, say
 from xformer.data.errors import BadInput, Interrupted, lacks
 from xformer.monitor import events
 from xformer.run import in_use
-from xformer.study.forecast import Costs, Forecast
+from xformer.study.costs import Costs
+from xformer.study.forecast import Forecast
 from xformer.study.plan import Job, Plan, to_do
 
 TAIL = 15  # lines shown of a failed job's log

@@ -29,7 +29,8 @@ from xformer.data.files import make_directory, read_json, write_text
 from xformer.study import dotplot, headline
 from xformer.study.claims import Verdict, sides, verdicts, words_of
 from xformer.study.figures import curves_figure, table_figure
-from xformer.study.forecast import Forecast, Notes
+from xformer.study.forecast import Forecast
+from xformer.study.notes import Notes
 from xformer.study.plan import Job, Plan
 from xformer.study.pool import Outcome, warnings_of
 from xformer.study.resampling import EXAMPLES, Shares, claim_records, random_factors, variances

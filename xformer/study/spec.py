@@ -324,7 +324,7 @@ class Deviation(Settings):
     what: str = Field(min_length=1)
     # What the paper did; "not said" if it does not tell.
     paper: str = Field(min_length=1)
-    # What the study does. Its numbers are placeholders (see xformer.study.forecast.Notes).
+    # What the study does. Its numbers are placeholders (see xformer.study.notes.Notes).
     ours: str = Field(min_length=1)
     # The reason.
     why: str = Field(min_length=1)
@@ -366,7 +366,7 @@ class Study(Settings):
     levels: dict[str, tuple[str, ...]] = Field({})
     # Our level, or FACTOR=LEVEL -> the published row or column that it is shown next to.
     like: dict[str, str] = Field({})
-    # What a reader of the results must know. Numbers are placeholders (xformer.study.forecast).
+    # What a reader of the results must know. Numbers are placeholders (xformer.study.notes).
     notes: tuple[str, ...] = ()
     # Where the study does not do what the paper did. Those of a scale are added to these.
     deviations: tuple[Deviation, ...] = ()

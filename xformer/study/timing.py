@@ -21,7 +21,7 @@ from xformer.data.display import many, say
 from xformer.data.errors import BadInput
 from xformer.data.files import make_directory, read_json, write_json
 from xformer.monitor import events
-from xformer.study.forecast import Costs, Work
+from xformer.study.costs import Costs, Work
 from xformer.study.plan import Job, Plan
 from xformer.study.pool import Local, last_words, set_up
 

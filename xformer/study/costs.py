@@ -1,0 +1,98 @@
+"""How long the jobs of a plan will take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from xformer import cost
+from xformer.data.batch import Workload
+from xformer.data.errors import BadInput
+from xformer.data.files import read_run_json
+from xformer.study.forecast import Forecast
+from xformer.study.plan import Job, content_key
+from xformer.tasks.known import task_of
+from xformer.tasks.task import Head
+
+RATE = 40e9  # FLOP/s of one CPU core, until a run has been measured
+OTHER = 20.0  # seconds assumed for a job of unknown cost
+START = 1.0  # seconds that a run needs before and after its steps; the fork server has the imports
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a run: the FLOPs of training and of scoring, and the number of training tokens.
+    Runs of one `kind` have the same model, batches and rows, and so the same speed."""
+
+    kind: str
+    operations: float
+    scoring: float
+    tokens: int
+
+
+class Costs:
+    """Expected seconds of a plan's jobs, from the FLOP/s of finished runs: those on disk, and those
+    in `kept`, which has results by key. xformer.study.timing adds the `rates` of other kinds.
+    Raises BadInput naming a result that does not say how many seconds its run took."""
+
+    def __init__(self, forecast: Forecast, kept: Mapping[str, Any] | None = None):
+        self.forecast, kept = forecast, kept or {}
+        runs = [job for job in forecast.plan.jobs.values() if job.recipe is not None]
+        self.work = {job.key: self._work(job) for job in runs}
+        rates: dict[str, list[float]] = {}  # by kind
+        spent: dict[str, list[float]] = {}  # by stage
+        for job in runs:
+            if job.done or job.key in kept:
+                content = read_run_json(job.proof) if job.done else kept[job.key]
+                seconds = content.get("seconds") if isinstance(content, dict) else None
+                if not isinstance(seconds, int | float):
+                    why = "it does not say how many seconds it took"
+                    raise BadInput(f"{job.proof} is damaged: {why}")
+                spent.setdefault(job.stage, []).append(seconds)
+                if work := self.work[job.key]:
+                    rates.setdefault(work.kind, []).append(work.operations / max(seconds, 1e-3))
+        self.rates = {kind: median(some) for kind, some in rates.items()}
+        # also for stages whose finished runs have no store here
+        self.usual = {stage: median(seconds) for stage, seconds in spent.items()}
+
+    def seconds(self, job: Job) -> float | None:
+        """Expected seconds of a job. If its store is not made yet, this is the median of its
+        stage's finished runs. None for a command, and if no such run was timed."""
+        work, usual = self.work.get(job.key), self.usual.get(job.stage)
+        if work is not None and self.rates:
+            rate = self.rates.get(work.kind) or median(self.rates.values())
+            return START + (work.operations + work.scoring) / rate
+        return None if usual is None else START + usual
+
+    def guess(self, job: Job) -> float:
+        """Expected seconds, or a guess if nothing is known."""
+        work, known = self.work.get(job.key), self.seconds(job)
+        if known is not None:
+            return known
+        return OTHER if work is None else START + work.operations / RATE
+
+    def _work(self, job: Job) -> Work | None:
+        recipe, shape = self.forecast.recipe(job), self.forecast.made(job).shape
+        sizes = self.forecast.sizes(recipe.data) or {}
+        if shape is None or "train" not in sizes:
+            return None
+        rows, tokens = sizes["train"]
+        length = min(-(-tokens // rows) + 2, recipe.batch.max_tokens or shape.max_positions)
+        batch = recipe.batch.tokens / length or recipe.batch.rows  # rows of a step
+        total = recipe.train.steps * batch or recipe.train.epochs * rows * recipe.fraction
+        steps = total / batch
+        every = recipe.train.validate_every
+        validations = steps // every if every else total // (rows * recipe.fraction)
+        valid, test = (sizes.get(split, (0, 0))[1] for split in ("valid", "test"))
+        scored = (validations + 1) * valid + test
+        amount = Workload.even(max(1, round(total)), length, recipe.masking.probability)
+        operations = float(cost.training_flops(shape, task_of(Head(recipe.head)), amount))
+        same = (shape.model_dump(), recipe.head, recipe.batch.model_dump(), length, job.processes)
+        system = recipe.system.model_dump(mode="json")
+        # a probe takes less time than these operations, so each layer has a kind of its own
+        probed = () if recipe.probe.layer is None else (recipe.probe.layer,)
+        kind = content_key([*same, recipe.train.only, system, *probed])
+        scoring = operations / (1 + cost.BACKWARD) * scored / amount.tokens
+        return Work(kind, operations, scoring, amount.tokens)
