@@ -30,7 +30,7 @@ from xformer.data import tokenizers, vocabularies
 from xformer.data.errors import BadInput
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import create_store
-from xformer.freeze import chosen
+from xformer.freeze import weights_matching
 from xformer.model.config import ModelConfig
 from xformer.recipe import AnyOperation
 from xformer.study.forecast import shape_after
@@ -980,18 +980,18 @@ def test_partial_training_resumes_exactly(
     ],
 )
 def test_patterns_match_names_and_their_beginnings(pattern: str, chosen_names: set[str]) -> None:
-    names = chosen(counted(), [pattern])
+    names = weights_matching(counted(), [pattern])
     short = {n.removeprefix("encoder.embeddings.").removesuffix(".weight") for n in names}
     assert short == {n.removesuffix(".weight") for n in chosen_names}
 
 
 def test_a_pattern_for_one_layer_and_for_a_part_of_all() -> None:
     wide = counted(SHAPE.model_copy(update={"layers": 12}))
-    first = chosen(wide, ["layers.1"])  # this must not match layers 10 and 11
+    first = weights_matching(wide, ["layers.1"])  # this must not match layers 10 and 11
     assert {name.split(".")[2] for name in first} == {"1"}
-    biases = chosen(wide, ["layers.*.attention.*.bias", "mlm_head"])
+    biases = weights_matching(wide, ["layers.*.attention.*.bias", "mlm_head"])
     assert len([n for n in biases if "attention" in n]) == 24
-    assert chosen(wide, []) == set(wide.weights)
+    assert weights_matching(wide, []) == set(wide.weights)
 
 
 def test_patterns_that_are_refused(

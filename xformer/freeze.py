@@ -13,7 +13,7 @@ from xformer.config import nearest
 from xformer.data.errors import BadInput
 
 
-def chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> set[str]:
+def weights_matching(checkpoint: Checkpoint, patterns: Sequence[str]) -> set[str]:
     """The names of the weights that these patterns choose. Without patterns, all names.
 
     A pattern is the name of a weight or its beginning up to a dot, with or without "encoder.". It

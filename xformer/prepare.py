@@ -23,7 +23,7 @@ from xformer.data.mixture import Mixture
 from xformer.data.outputs import is_run
 from xformer.data.sampler import Samples
 from xformer.data.store import Store
-from xformer.freeze import chosen, describe_frozen
+from xformer.freeze import describe_frozen, weights_matching
 from xformer.model.config import DROPOUT, ModelConfig
 from xformer.parallel.precision import fast_on, reason_for_bf16
 from xformer.parallel.processes import Ranks
@@ -90,7 +90,7 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
         source, array = store.tokenizer(), identity if array is None else array
         start = replace(start, source=source, mapping=array)
     notes = replaced + _notes(recipe, store, task, fresh, dropped, start)
-    notes += describe_frozen(start, chosen(start, recipe.train.only), fresh)
+    notes += describe_frozen(start, weights_matching(start, recipe.train.only), fresh)
     metric = _metric(recipe, task, store)
     setup = Setup(recipe, ranks, store, start, train_assembler, samples, metric, notes, precision)
     _ = setup.trajectory  # refuses wrong marks now, before anything is written

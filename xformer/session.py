@@ -97,7 +97,7 @@ class Session:
         self.stepped.set()
         epoch = state.position // setup.samples.per_epoch
         state.advance(step)
-        setup.ranks.at(state.step)
+        setup.ranks.report_step(state.step)
         self.monitor.step = state.step
         self.monitor.advance(setup.done_at(state.step, state.position))
         self.clock.mark += self.profiler.step(state.step)

@@ -24,7 +24,7 @@ from xformer.config import flat, load, parse_overrides
 from xformer.data.batch import Batch
 from xformer.data.display import format_number, say
 from xformer.data.files import read_run_json
-from xformer.freeze import chosen, freeze
+from xformer.freeze import freeze, weights_matching
 from xformer.guard import Guard
 from xformer.monitor import Monitor, cut_log, events
 from xformer.ops import native
@@ -144,7 +144,7 @@ def _model_and_optimizer(
     checkpoint of the run's `own`."""
     start = checkpoints.load(begun, verified=own) if begun else setup.start
     model = start.model()
-    freeze(model, chosen(start, setup.recipe.train.only))
+    freeze(model, weights_matching(start, setup.recipe.train.only))
     model = model.to(setup.ranks.device).train()
     optimizer = optim.build(model, setup.recipe.optim)
     if begun:

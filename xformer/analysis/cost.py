@@ -44,7 +44,7 @@ from xformer.data.batch import Batch, Workload
 from xformer.data.display import many, say
 from xformer.data.errors import BadInput
 from xformer.data.files import make_directory, read_run_json
-from xformer.freeze import chosen, freeze
+from xformer.freeze import freeze, weights_matching
 from xformer.optim import OptimConfig
 from xformer.parallel import processes
 from xformer.parallel.precision import speed_note
@@ -208,7 +208,7 @@ def time_models(with_heads: list[Checkpoint], config: CostConfig, ranks: Ranks) 
     models = [checkpoint.model().to(ranks.device) for checkpoint in with_heads]
     for model, checkpoint in zip(models, with_heads, strict=True):
         if checkpoint.head is not None and checkpoint.head.layer is not None:
-            freeze(model, chosen(checkpoint, PROBED))
+            freeze(model, weights_matching(checkpoint, PROBED))
     batches = [random_batch(checkpoint, config, ranks.device) for checkpoint in with_heads]
     optimizers = [optim.build(model, OptimConfig(lr=1e-5)) for model in models]
     timings: list[Timing] = [{"forward": [], "training": []} for _ in models]

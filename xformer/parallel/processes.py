@@ -87,7 +87,7 @@ class Ranks:
     device: torch.device
     watch: Watch | None = field(default=None, compare=False)
 
-    def at(self, step: int) -> None:
+    def report_step(self, step: int) -> None:
         """Tell the other ranks which step this rank has finished."""
         if self.watch is not None:
             self.watch.step = step

@@ -24,7 +24,7 @@ from xformer.tasks.task import (
     Predictions,
     Table,
     Task,
-    labelled,
+    count_labelled,
     no_labels,
     of_rows,
     row_means,
@@ -111,7 +111,7 @@ class Classify(Pooled):
             reduction="sum",
             label_smoothing=self.head.smoothing,
         )
-        return Loss(total, labelled(batch.labels), correct)
+        return Loss(total, count_labelled(batch.labels), correct)
 
     def _weights_on(self, device: torch.device) -> Tensor | None:
         """The class weights (K,), copied to the device once; None if all classes weigh the same."""
@@ -156,7 +156,7 @@ class Classify(Pooled):
     def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
         """With two classes, f1 is that of class 1, as in GLUE; with more, it is the mean over
         classes. A row whose label is not one of the classes counts as wrong."""
-        predicted, labels = chosen(predictions)
+        predicted, labels = predicted_and_labels(predictions)
         names = [1] if self.outputs == 2 else range(self.outputs)
         scores = {
             "accuracy": lambda w: average(w, predicted == labels),
@@ -243,7 +243,7 @@ def losses_of(log_probability: np.ndarray, labels: np.ndarray) -> dict[str, floa
     return {"loss": float(losses.mean())} if len(seen) else {}
 
 
-def chosen(predictions: Predictions) -> tuple[np.ndarray, np.ndarray]:
+def predicted_and_labels(predictions: Predictions) -> tuple[np.ndarray, np.ndarray]:
     """The predicted classes and the labels, (N,) each; of groups if the rows form groups."""
     logits, labels, groups = known_rows(predictions, predictions.arrays["label"] != UNLABELLED)
     if groups is None:

@@ -72,7 +72,7 @@ class Regress(Pooled):
         return {"loss": loss} | values_of(self.weighted(predictions))
 
     def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
-        outputs, labels = scored(predictions)
+        outputs, labels = outputs_and_labels(predictions)
         scores = {
             "pearson": lambda w: pearson(w, outputs, labels),
             "spearman": lambda w: spearman(w, outputs, labels),
@@ -102,7 +102,7 @@ def finite_rows(predictions: Predictions) -> tuple[np.ndarray, np.ndarray, np.nd
     return outputs, labels, groups
 
 
-def scored(predictions: Predictions) -> tuple[np.ndarray, np.ndarray]:
+def outputs_and_labels(predictions: Predictions) -> tuple[np.ndarray, np.ndarray]:
     """The predicted scores and the labels, (N,) each; of groups if the rows form groups."""
     outputs, labels, groups = finite_rows(predictions)
     if groups is None:

@@ -23,7 +23,7 @@ from xformer.tasks.task import (
     Predictions,
     Table,
     Task,
-    labelled,
+    count_labelled,
     no_labels,
     of_rows,
     tensor_on,
@@ -63,7 +63,7 @@ class Tag(Task):
         assert batch.targets is not None
         total = F.cross_entropy(logits, batch.targets, reduction="sum")
         correct = (logits.detach().argmax(1) == batch.targets).sum().float()
-        return Loss(total, labelled(batch.targets), correct)
+        return Loss(total, count_labelled(batch.targets), correct)
 
     def size(self, split: Split) -> int:
         return split.tokens
@@ -114,7 +114,7 @@ class Tag(Task):
         """loss, accuracy and f1 (the mean over classes) over labelled words, and entity_f1 if the
         classes are of the form B-X, I-X and O. Truncated words are not scored. The loss leaves out
         words whose class does not occur in training; accuracy and f1 count them as wrong."""
-        row, label, predicted, losses = scored(predictions)
+        row, label, predicted, losses = scored_tokens(predictions)
         losses = losses[label >= 0].astype(np.float64)
         scores = {"loss": float(losses.mean())} if len(losses) else {}
         scores |= values_of(self.weighted(predictions))
@@ -124,7 +124,7 @@ class Tag(Task):
 
     def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
         """The examples are rows, and a row counts with all of its words."""
-        row, label, predicted, _ = scored(predictions)
+        row, label, predicted, _ = scored_tokens(predictions)
         numbers, of_word = np.unique(row, return_inverse=True)
         classes = range(len(self.head.labels))
         scores = {
@@ -159,7 +159,7 @@ def dropout_of_tokens(model: Model) -> float:
     return config.dropout if config.dropout_form == "distilbert" else config.before_head
 
 
-def scored(
+def scored_tokens(
     predictions: Predictions,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """row, label, predicted and loss of the words that are scored, (W,) each. Raises BadInput if

@@ -436,7 +436,7 @@ class Model(nn.Module):
         return self.pooled(x) if self.config.pooler == "norm" else x
 
 
-def labelled(labels: Tensor) -> Tensor:
+def count_labelled(labels: Tensor) -> Tensor:
     """How many labels count, (). Filler has the label IGNORED; see xformer.data.capacity."""
     return (labels != IGNORED).sum()
 
