@@ -320,6 +320,31 @@ def test_texts_in_every_form(
                 assert [r.get("id") for r in predicted] == [r.get("id") for r in rows]
 
 
+def test_a_split_without_labels(forks: Forks, tmp_path: Path) -> None:
+    """It has predictions but no scores."""
+    files = {name: tmp_path / f"{name}.tsv" for name in ("train", "valid", "test")}
+    for name, file in files.items():
+        rows = [f"a {word} day\t{label}" for word, label in (("good", "yes"), ("bad", "no"))] * 8
+        if name == "test":
+            rows = ["a good day", "a bad day", "a day"]
+        header = "text" if name == "test" else "text\tlabel"
+        file.write_text("\n".join([header, *rows, ""]))
+    task = ["tsv", "--train", files["train"], "--valid", files["valid"], "--test", files["test"]]
+    task += ["--text", "text", "--label", "label", "--tokenizer", "micro/english"]
+    store, run = trained(forks, tmp_path, CLASSIFY, task, "init=micro/english", "train.steps=1")
+    assert [sorted(row) for row in of_split(forks, run, store, "test")] == [
+        ["label", "probability", "row"]
+    ] * 3
+    assert set(of_split(forks, run, store, "valid")[0]) == {"gold", "label", "probability", "row"}
+    scores = ("evaluate.py", run, f"data={store}", "split=test", "system.threads=1")
+    remedy = "or predictions=FILE alone for a table without scores"
+    for more in ((), (f"out={tmp_path / 'x.json'}", f"predictions={tmp_path / 'x.tsv'}")):
+        refused(
+            forks.run(*scores, *more), "the split 'test' has no labels to score against", remedy
+        )
+    assert not [*tmp_path.glob("x.*")]
+
+
 def test_other_files_are_refused(
     data: Toys, learned: dict[str, Path], forks: Forks, tmp_path: Path
 ) -> None:

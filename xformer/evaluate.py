@@ -338,6 +338,12 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
             ".npz for the loss of every row"
         )
     _check_threshold(config, task)
+    scored = task.has_labels(assembler.split)
+    if not scored and (config.out or not config.predictions):
+        raise BadInput(
+            f"the split {config.split!r} has no labels to score against; give another split=, or "
+            "predictions=FILE alone for a table without scores"
+        )
     model = checkpoint.model().to(ranks.device)
     with store.blamed():
         scores = score(model, assembler, ranks, config.system.precision, config.threshold)
@@ -364,7 +370,7 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
         write_text(Path(config.predictions), lines)
     for metric, value in scores.metrics.items():  # after the files: the output may be cut off
         say(f"{config.split} {metric} {value:.4f}")
-    if task.meaning:  # last, as the precision
+    if task.meaning and scored:  # last, as the precision
         say(task.meaning, error=True)
 
 

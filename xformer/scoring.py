@@ -38,16 +38,15 @@ def score(
     threshold: float | None = None,
 ) -> Scores:
     """Score a model on a split. Every rank computes a part and returns the whole result. Rows with
-    a label of -1 or NaN are not scored.
+    a label of -1 or NaN are not scored. If no row has a label, there are no metrics.
 
-    Raises BadInput if no row has a label. Raises Failure that names the split and the rows if
-    outputs or losses are not finite.
+    Raises Failure that names the split and the rows if outputs or losses are not finite.
     """
     split, task = assembler.split, model.task
     assert task is not None
     outputs = outputs_of(model, assembler, ranks, precision, f"the split {split.name!r}: outputs")
     predictions = task.predictions(outputs, split, threshold)
-    return Scores(predictions.metrics(), outputs, predictions)
+    return Scores(predictions.metrics() if task.has_labels(split) else {}, outputs, predictions)
 
 
 @torch.no_grad()

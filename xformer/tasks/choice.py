@@ -21,7 +21,7 @@ from xformer.tasks.task import (
     Model,
     Predictions,
     Table,
-    count_labelled,
+    n_labels,
     no_labels,
     texts,
 )
@@ -63,7 +63,7 @@ class Choice(Pooled):
         labels = batch.labels[:: batch.together]  # (Q,)
         total = F.cross_entropy(logits, labels, reduction="sum")
         correct = (logits.detach().argmax(1) == labels).sum().float()
-        return Loss(total, count_labelled(labels), correct)
+        return Loss(total, n_labels(labels), correct)
 
     def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         group = np.arange(split.rows) // split.together

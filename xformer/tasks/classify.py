@@ -24,7 +24,7 @@ from xformer.tasks.task import (
     Predictions,
     Table,
     Task,
-    count_labelled,
+    n_labels,
     no_labels,
     of_rows,
     row_means,
@@ -111,7 +111,7 @@ class Classify(Pooled):
             reduction="sum",
             label_smoothing=self.head.smoothing,
         )
-        return Loss(total, count_labelled(batch.labels), correct)
+        return Loss(total, n_labels(batch.labels), correct)
 
     def _weights_on(self, device: torch.device) -> Tensor | None:
         """The class weights (K,), copied to the device once; None if all classes weigh the same."""

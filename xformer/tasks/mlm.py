@@ -19,16 +19,7 @@ from xformer.model.config import ModelConfig
 from xformer.model.encoder import Norm, activate
 from xformer.ops.padding import pad_rows
 from xformer.ops.vocabulary_loss import vocabulary_loss
-from xformer.tasks.task import (
-    HIGHER,
-    LOWER,
-    Loss,
-    Model,
-    Predictions,
-    Task,
-    count_labelled,
-    tensor_on,
-)
+from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions, Task, n_labels, tensor_on
 from xformer.tasks.weighted import Weighted, ratio
 
 
@@ -91,7 +82,7 @@ class MLM(Task):
         targets = batch.targets
         assert targets is not None
         total, correct = model.mlm_head.loss(x, model.encoder.embeddings.word.weight, targets)
-        return Loss(total, count_labelled(targets), correct)
+        return Loss(total, n_labels(targets), correct)
 
     def _logits_of(self, model: Model, x: Tensor) -> Tensor:
         logits: Tensor = model.mlm_head(x, model.encoder.embeddings.word.weight)

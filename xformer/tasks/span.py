@@ -30,7 +30,7 @@ from xformer.tasks.task import (
     Questions,
     Table,
     Task,
-    count_labelled,
+    n_labels,
     tensor_on,
     texts,
 )
@@ -81,7 +81,7 @@ class Span(Task):
         assert batch.labels is not None
         total = F.nll_loss(_log_probability(rows), batch.labels.flatten(), reduction="sum") / 2
         correct = (rows.detach().argmax(1) == batch.labels).all(1).float().sum()
-        return Loss(total, count_labelled(batch.labels[:, 0]), correct)
+        return Loss(total, n_labels(batch.labels[:, 0]), correct)
 
     def evaluate(
         self, model: Model, batch: Batch[Tensor], host: Batch[np.ndarray], assembler: Assembler

@@ -23,7 +23,7 @@ from xformer.tasks.task import (
     Predictions,
     Table,
     Task,
-    count_labelled,
+    n_labels,
     no_labels,
     of_rows,
     tensor_on,
@@ -63,7 +63,7 @@ class Tag(Task):
         assert batch.targets is not None
         total = F.cross_entropy(logits, batch.targets, reduction="sum")
         correct = (logits.detach().argmax(1) == batch.targets).sum().float()
-        return Loss(total, count_labelled(batch.targets), correct)
+        return Loss(total, n_labels(batch.targets), correct)
 
     def size(self, split: Split) -> int:
         return split.tokens

@@ -436,7 +436,7 @@ class Model(nn.Module):
         return self.pooled(x) if self.config.pooler == "norm" else x
 
 
-def count_labelled(labels: Tensor) -> Tensor:
+def n_labels(labels: Tensor) -> Tensor:
     """How many labels count, (). Filler has the label IGNORED; see xformer.data.capacity."""
     return (labels != IGNORED).sum()
 
