@@ -331,7 +331,7 @@ def test_a_split_without_labels(forks: Forks, tmp_path: Path) -> None:
         file.write_text("\n".join([header, *rows, ""]))
     task = ["tsv", "--train", files["train"], "--valid", files["valid"], "--test", files["test"]]
     task += ["--text", "text", "--label", "label", "--tokenizer", "micro/english"]
-    store, run = trained(forks, tmp_path, CLASSIFY, task, "init=micro/english", "train.steps=1")
+    store, run = trained(forks, tmp_path, CLASSIFY, task, "train.epochs=1")
     assert [sorted(row) for row in of_split(forks, run, store, "test")] == [
         ["label", "probability", "row"]
     ] * 3
