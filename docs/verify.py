@@ -399,4 +399,8 @@ def main(directory: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parents[1] / "results"))
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(__doc__, end="")
+    else:
+        kept = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parents[1] / "results"
+        sys.exit(main(kept))

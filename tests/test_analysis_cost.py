@@ -41,6 +41,7 @@ def test_counts_speed_and_origin(tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert models[1]["made"]["how"].startswith("clean(seed=3, ")
     assert models[1]["made"]["identical"]
     assert models[0]["made"]["how"] == "copy"
+    assert models[0]["made"]["identical"]
     assert models[0]["speed"]["training"]["relative"] == 1
     assert sorted(p.name for p in (tmp_path / "out").iterdir() if p.suffix == ".svg")
     assert not list((tmp_path / "out").glob(".*"))

@@ -258,7 +258,8 @@ def test_settings_are_frozen_and_every_key_has_a_sentence() -> None:
 
 def test_the_names_of_others_lead_to_our_keys() -> None:
     keys = set(flat(Recipe(data="-", run="-", head="mlm").model_dump())) | {"init"}
-    assert {key.partition("=")[0] for key in SYNONYMS} <= keys | set(all_keys(EvaluateConfig))
+    keys |= {*all_keys(Recipe), *all_keys(EvaluateConfig)}
+    assert {key.partition("=")[0] for key in SYNONYMS} <= keys
 
 
 @pytest.mark.parametrize(
@@ -270,6 +271,9 @@ def test_the_names_of_others_lead_to_our_keys() -> None:
         ("batch_size=32", "batch.rows"),
         ("train.batch_size=32", "batch.rows"),
         ("batch=32", "batch.rows"),
+        ("heads=4", "model.heads"),
+        ("resume_from=runs/a", "run"),
+        ("data_seed=3", "seed.order"),
         ("epochs=3", "train.epochs"),
         ("num_train_epochs=3", "train.epochs"),
         ("max_length=128", "batch.max_tokens"),

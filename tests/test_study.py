@@ -2391,6 +2391,18 @@ def test_a_study_tells_of_the_training_that_runs(tmp_path: Path) -> None:
     assert newest_numbers(jobs) == {}
 
 
+def test_a_report_without_published_numbers_does_not_speak_of_them(
+    file: Path, data: Path, tmp_path: Path
+) -> None:
+    numbers = STUDY[STUDY.index("[tables.published]") : STUDY.index("[[claims]]")]
+    plan = plan_of(file, tmp_path, data=str(data))
+    finish(plan, lambda seed, start, rate: 0.5 + 0.1 * (start == "pretrained"))
+    assert "published" in markdown_of(Results(plan))
+    changed(file, (numbers, ""), ('like.scratch = "none"', ""))
+    plan = plan_of(file, tmp_path, data=str(data))
+    assert "published" not in markdown_of(Results(plan))
+
+
 def test_a_table_in_latex() -> None:
     first = [Entry("re_emb & 50% {a}"), Entry("-1.5 ± 0.2 (3)", published="2 (-3.5)"), Entry("-")]
     rows = [first, [Entry("a-b\\~^$#"), Entry("60.0"), Entry("MRPC-1")]]

@@ -333,7 +333,8 @@ def test_the_cost_is_timed(store: Path, tmp_path: Path, monkeypatch: pytest.Monk
     lines = cost_lines(Costs(Forecast(gone)), to_do(gone.jobs.values(), gone.wanted), 1)
     assert lines == [
         "2 jobs, 2 to do, no time estimate",
-        "no input: the store or the initial model of the run does not exist yet (2 jobs)",
+        "no input: the time is known once the store and the initial model of the run exist "
+        "(2 jobs)",
     ]
 
 

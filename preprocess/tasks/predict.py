@@ -118,8 +118,11 @@ def read_texts(path: Path, column: str | None = None) -> list[str]:
         return [line for _, line in read_lines(path)]
     table, name = RowTable(path), column or "text"
     if name not in table.columns:
-        hint = "; name the column of the texts with column=" if column is None else ""
-        raise BadInput(f"{table.missing(name)}{hint}")
+        message = str(table.missing(name))
+        if column is None:
+            joint = " Name" if message.endswith("?") else "; name"
+            message += f"{joint} the column of the texts with column="
+        raise BadInput(message)
     texts = []
     for line, (text,) in table.rows([name], STRICT):
         if text is None:

@@ -11,7 +11,7 @@
 
 A CHECKPOINT is the directory of a checkpoint or of a finished run. For a run, the checkpoint that
 train.select chose is used. Every analysis except capture writes its result as JSON, draws figures
-of it (SVG and PNG, for light and dark pages), and prints a one-line summary.
+of it (SVG and PNG for light and dark pages, PDF for a paper), and prints a one-line summary.
 """
 
 from __future__ import annotations

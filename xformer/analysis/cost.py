@@ -335,9 +335,13 @@ def _make_again(
     temporary = Path(tempfile.mkdtemp(prefix=".cost-", dir=directory))
     try:
         begun = time.perf_counter()
-        checkpoints.save(apply(checkpoints.load(base), operations), temporary / "made")
+        made = apply(checkpoints.load(base), operations)
+        checkpoints.save(made, temporary / "made")
         seconds = time.perf_counter() - begun
-        same = key_of(str(temporary / "made")) == key_of(path)
+        wanted = by_path[path].weights
+        same = made.weights.keys() == wanted.keys() and all(
+            torch.equal(weight, wanted[name]) for name, weight in made.weights.items()
+        )
     finally:
         shutil.rmtree(temporary)
     if not same:

@@ -43,7 +43,7 @@ from xformer.study.spec import read_study
 
 UNTIMED = {
     "command": "the time of a command is not estimated",
-    "no input": "the store or the initial model of the run does not exist yet",
+    "no input": "the time is known once the store and the initial model of the run exist",
     "untimed": "no run like it has been timed on this machine",
 }
 Level = str | int | float | bool  # of a factor, as TOML has it

@@ -17,9 +17,9 @@ WIDTH, EDGE, ROW = 420, 30, 44  # pixels: the picture, its margin on both sides,
 OURS, THEIRS = "#0072B2", "#D55E00"  # the first colours of the style
 LEGEND = (
     "Each dot is the difference of one seed. The diamond is their mean, and the bar is the 95 % "
-    "interval of the mean. The solid line marks 0. Dashed lines mark the margin, and orange "
-    "triangles the published difference."
+    "interval of the mean. The solid line marks 0, and dashed lines the margin."
 )
+LEGEND_THEIRS = " Orange triangles mark the published difference."
 
 
 def draw(verdict: Verdict, published: Sequence[float | None]) -> str:

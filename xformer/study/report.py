@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 SHOWN = 12  # settings in the figure of a sweep
 CLAIMS = "claims.json"  # the numbers of the claims, with their sources
 # what the overview says of a claim
-GLANCE = ("difference ± 95 % interval", "published difference", "seeds", "hours", "registered")
+PUBLISHED = "published difference"
+GLANCE = ("difference ± 95 % interval", PUBLISHED, "seeds", "hours", "registered")
 PRINT = {"axes.prop_cycle": style.BOTH["axes.prop_cycle"]}  # of a PDF: twelve colours on white
 TEX = {character: f"\\{character}" for character in "#$%&_{}"}  # what LaTeX needs for characters
 TEX |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
@@ -324,18 +326,22 @@ def _claims(
     if not every:
         return
     note, rows, claims, left = _undecided(every), [], [], iter(records)
+    published = any(record["published"] is not None for record in records)
+    shown = [published or name != PUBLISHED for name in GLANCE]
     if study.registration is not None:
         note = f"{note} Registered: {study.registration.words()}.".lstrip()
     for number, verdict in enumerate(every, start=1):
         text, state, parts = verdict.claim.text, verdict.state, [next(left) for _ in verdict.parts]
-        others = (Entry(one, prose=True) for one in at_a_glance(parts))
+        others = (Entry(one, prose=True) for one in compress(at_a_glance(parts), shown))
         rows.append([Entry(text, prose=True), Entry(state, bold=True), *others])
         svg = dotplot.draw(verdict, [part["published"] for part in parts]) if parts else ""
         figure = Drawing(f"claim-{number}.svg", svg) if svg else None
         claims.append(Tested(text, state, figure, _facts(verdict, shares)))
     title = "The claims, and whether they hold here" if study.paper else "Claims"
-    yield Section(title, grid=Grid(("claim", "verdict", *GLANCE), rows), note=note)
-    yield Section("How each claim was tested", dotplot.LEGEND, claims=claims)
+    headers = ("claim", "verdict", *compress(GLANCE, shown))
+    legend = dotplot.LEGEND + (dotplot.LEGEND_THEIRS if published else "")
+    yield Section(title, grid=Grid(headers, rows), note=note)
+    yield Section("How each claim was tested", legend, claims=claims)
 
 
 def at_a_glance(parts: Sequence[dict[str, Any]]) -> tuple[str, ...]:
