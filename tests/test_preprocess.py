@@ -870,6 +870,11 @@ def test_a_split_that_cannot_be_drawn(base, monkeypatch, tmp_path):
     (tmp_path / "t.tsv").write_text("text\tlabel\n" + "a\tx\nb\ty\n" * 50)
     with pytest.raises(BadInput, match="2 different examples, too few to be split 90/5/5"):
         here(monkeypatch, "task", "tsv", "--input", tmp_path / "t.tsv", *arguments)
+    files = [tmp_path / f"{name}.tsv" for name in "ab"]
+    for file in files:
+        file.write_text(f"text\tlabel\n{file.stem}\tx\n")
+    with pytest.raises(BadInput, match=r"a.tsv and 1 other file: the training rows have"):
+        here(monkeypatch, "task", "tsv", "--train", *files, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -881,7 +886,7 @@ def test_bad_rows_are_listed_if_the_command_fails(base, monkeypatch, capsys, arg
     """The bad rows may be the reason why the command fails."""
     monkeypatch.chdir(base)
     (base / "t.tsv.txt").write_bytes(b"text\tlabel\n\xff\tx\n" if "tsv" in arguments else b"\xff\n")
-    with pytest.raises(BadInput, match=r"no text found|holds no example"):
+    with pytest.raises(BadInput, match=r"no text found|there is no example"):
         here(monkeypatch, *arguments, "--skip-bad")
     assert "1 bad row was left out:\n  t.tsv.txt:" in capsys.readouterr().err
 

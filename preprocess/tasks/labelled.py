@@ -27,7 +27,7 @@ import numpy as np
 
 from xformer.data import tokenizers
 from xformer.data.arguments import whole_number
-from xformer.data.display import Progress, say
+from xformer.data.display import Progress, many, say
 from xformer.data.errors import BadInput
 from xformer.data.outputs import check_directory
 from xformer.data.store import IGNORED, NO_LABEL, ORDER, UNLABELLED, UNSEEN, is_bio
@@ -89,6 +89,12 @@ class TaskSource:
     tokenizer: Tokenizer | None = None  # used if the user gives none
     pairs: bool = False  # whether a row has two texts
     split_columns: set[str] = field(default_factory=set)  # the columns that named splits so far
+
+    @property
+    def place(self) -> str:
+        """Its files, for a message: "a.tsv" or "a.tsv and 7 other files"."""
+        more = len(self.files) - 1
+        return f"{self.files[0]} and {many(more, 'other file')}" if more else str(self.files[0])
 
     @property
     def noun(self) -> str:
@@ -168,7 +174,7 @@ def write_task(
         survey = _survey(task, seed, drawn)
     _say_splits(task, survey, seed if drawn is not None else None)
     if "train" not in survey.rows:
-        raise BadInput(f"{task.files[0]} holds no row for training")
+        raise BadInput(f"{task.place}: there is no row for training")
     in_two_splits = _in_two_splits(survey)
     labels = _class_names(task, survey) if task.has_classes else []
     unseen = _unseen(survey, labels, task.noun) if task.has_classes else {}
@@ -311,7 +317,7 @@ def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> 
         if split and split not in survey.rows:
             raise BadInput(f"{path} holds no example, so the split {split} would be empty")
     if not survey.rows:
-        raise BadInput(f"{task.files[0]} holds no example that can be used")
+        raise BadInput(f"{task.place}: there is no example that can be used")
     return survey
 
 
@@ -348,7 +354,7 @@ def _say_splits(task: TaskSource, survey: RowSurvey, seed: int | None) -> None:
         return
     columns = " and ".join(repr(name) for name in sorted(task.split_columns))
     verb = "name" if len(task.split_columns) > 1 else "names"
-    say(f"note: {columns} of {task.files[0]} {verb} the splits: {rows} rows", error=True)
+    say(f"note: {columns} of {task.place} {verb} the splits: {rows} rows", error=True)
     if "valid" not in survey.rows:
         say("warning: there is no validation split; train with train.select=last", error=True)
 
@@ -391,7 +397,7 @@ def _refuse_labels_of_rows(task: TaskSource, survey: RowSurvey) -> None:
         return
     numbers = all(math.isfinite(_number(label)) for label in counts)
     raise BadInput(
-        f"{task.files[0]}: {alone:,} of the {counts.total():,} rows have a label that no other row "
+        f"{task.place}: {alone:,} of the {counts.total():,} rows have a label that no other row "
         f"has; {'these are numbers: give --kind score' if numbers else 'name a column of classes'}"
     )
 
@@ -415,7 +421,7 @@ def _draw_splits(task: TaskSource, survey: RowSurvey, stratify: bool) -> list[st
         split_of_key = np.searchsorted(bounds, rows_before / len(key_of_row), side="right")
     if len(set(split_of_key)) < len(names):
         raise BadInput(
-            f"{task.files[0]} holds {len(keys)} different examples, too few to be split "
+            f"{task.place}: {many(len(keys), 'different example')}, too few to be split "
             f"{'90/10' if 'test' in survey.rows else '90/5/5'}; "
             "give a directory with train, valid and test files"
         )
@@ -451,7 +457,7 @@ def _class_names(task: TaskSource, survey: RowSurvey) -> list[str]:
     labels = task.labels or sorted(survey.labels.get("train", ()))
     if len(labels) < 2:
         names = f"one class only, {labels[0]}" if labels else "no class"
-        raise BadInput(f"{task.files[0]}: the training rows have {names}; give two or more")
+        raise BadInput(f"{task.place}: the training rows have {names}; give two or more")
     return labels
 
 
