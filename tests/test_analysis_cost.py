@@ -42,6 +42,9 @@ def test_counts_speed_and_origin(tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert models[1]["made"]["identical"]
     assert models[0]["made"]["how"] == "copy"
     assert models[0]["made"]["identical"]
+    halved = "micro/english"  # 16 bits on disk, 32 in memory and in a copy
+    made = cost.seconds_to_make(halved, {halved: checkpoints.load(halved)}, tmp_path)
+    assert (made["how"], made["identical"]) == ("copy", True)
     assert models[0]["speed"]["training"]["relative"] == 1
     assert sorted(p.name for p in (tmp_path / "out").iterdir() if p.suffix == ".svg")
     assert not list((tmp_path / "out").glob(".*"))

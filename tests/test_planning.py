@@ -227,6 +227,8 @@ command = ["preprocess.py", "tokenizer", "--kind", "wordpiece", "--vocab-size", 
 [made.wordy]
 command = ["preprocess.py", "text", "--input", "{{need.data}}/train.txt", "--tokenizer",
            "{{made.words}}", "--output", "{{out}}"]
+[made.paired]
+command = ["preprocess.py", "pairs", "{{made.wordy}}", "--kind", "next", "--output", "{{out}}"]
 [made.alphabet]
 command = ["preprocess.py", "tokenizer", "--kind", "symbols", "--alphabet", "ACGT", "--output",
            "{{out}}"]
@@ -356,6 +358,10 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
     ([corpus("four"), TINY], ["pretrain: model.vocab_size=8 is below the tokenizer's 9"]),
     ([surgery(TRANSPLANT)], ["start=scratch", "has word embeddings 32 wide, the checkpoint 16"]),
     ([surgery(SUBSTITUTE)], ["store=made.wordy was made with a different tokenizer"]),
+    (
+        [surgery(SUBSTITUTE.replace("wordy", "paired"))],
+        ["store=made.paired was made with a different tokenizer"],
+    ),
     # commands
     (
         [("max_tokens=64", "max_tokens=200")],

@@ -1554,9 +1554,10 @@ def test_the_headline_is_a_picture_and_a_few_lines(
     directory = plan.root / "letters-mini"
     directory.mkdir(parents=True)
     assert "In one picture" not in markdown_of(Results(plan))  # as long as no run is finished
-    (directory / "headline.png").write_bytes(b"of earlier runs")
+    for ending in ("png", "svg", "pdf"):
+        (directory / f"headline.{ending}").write_bytes(b"of earlier runs")
     assert "\n  no scores yet\n" in write_report(Results(plan), {}, directory)
-    assert not (directory / "headline.png").exists()
+    assert not [*directory.glob("headline.*")]
     finish(plan, lambda seed, start, rate: 0.5 + 0.1 * (start == "pretrained") + 0.01 * int(seed))
     for run in plan.runs("finetune"):
         log = [{"event": "train", "step": i, "loss": 2.0 - i} for i in (0, 1)]
@@ -2406,8 +2407,9 @@ def test_a_report_without_published_numbers_does_not_speak_of_them(
 def test_a_table_in_latex() -> None:
     first = [Entry("re_emb & 50% {a}"), Entry("-1.5 ± 0.2 (3)", published="2 (-3.5)"), Entry("-")]
     rows = [first, [Entry("a-b\\~^$#"), Entry("60.0"), Entry("MRPC-1")]]
+    rows += [[Entry("[0.7, 0.3]"), Entry("*"), Entry("x\n<1|")]]
     grid = Grid(["model", "cola", "mrpc"], rows)
-    lines = latex(Section("Main & 1", "Of `valid`.", "main", grid=grid)).splitlines()
+    lines = latex(Section("Main &\n1", "Of `valid`.", "main", grid=grid)).splitlines()
     assert lines == [
         "% Main & 1",
         "% Of `valid`.",
@@ -2419,6 +2421,7 @@ def test_a_table_in_latex() -> None:
         r"re\_emb \& 50\% \{a\} & $-$1.5 $\pm$ 0.2 (3) & - \\",
         r"\quad published & 2 ($-$3.5) &  \\",
         r"a-b\textbackslash{}\textasciitilde{}\textasciicircum{}\$\# & 60.0 & MRPC-1 \\",
+        r"{[}0.7, 0.3] & {*} & x $<$1\textbar{} \\",
         r"\bottomrule",
         r"\end{tabular}",
     ]

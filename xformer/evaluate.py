@@ -76,7 +76,8 @@ class EvaluateConfig(Settings):
     With blimp=, a name that ends in .csv gives the table that is printed."""
     predictions: str | None = None
     """Write the predictions to this file as a tab-separated table, with one line per row (for
-    head=choice: per question) and a column `gold` if the split has labels. For span heads, write
+    head=choice: per question) and a column `gold` if the split has labels. Without labels, this
+    is all that can be written of a split. For span heads, write
     JSON that maps each question's id to its answer. If the name ends in .npz, write the outputs and
     labels of every row instead, in a file that xformer.predictions.read opens. With blimp=, the
     table has a line per pair with the scores of both sentences."""

@@ -79,10 +79,11 @@ def write(figure: Figure, path: Path) -> None:
     SVG and PDF files contain no date, so the same figure always gives the same file.
     """
     ending = path.suffix[1:].lower()
-    no_date: Any = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    dates = {"svg": "Date", "pdf": "CreationDate"}
+    options: Any = {kind: {"metadata": {date: None}} for kind, date in dates.items()}
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        figure.savefig(temporary, format=ending, dpi=160, metadata=no_date.get(ending))
+        figure.savefig(temporary, format=ending, **options.get(ending, {"dpi": 160}))
         sync(temporary)
         temporary.replace(path)
     finally:

@@ -220,8 +220,8 @@ class Forecast:
                 size, other = (option_of(options, o) for o in ("--vocab-size", "--frequencies"))
                 most = int(size) if size else self.at(other).tokenizer.size if other else None
                 tokenizer = TokenizerFacts(f"numbers {most or job.key}", most, letters=True)
-            case ("preprocess.py", "pairs", *options):
-                source = option_of(options, "--store")
+            case ("preprocess.py", "pairs", store, *_) if not store.startswith("-"):
+                source = store
             case ("preprocess.py", "text" | "task", *options):
                 tokenizer = replace(tokenizer, letters=True)
                 source = option_of(options, "--tokenizer")

@@ -71,7 +71,7 @@ GLANCE = ("difference ± 95 % interval", PUBLISHED, "seeds", "hours", "registere
 PRINT = {"axes.prop_cycle": style.BOTH["axes.prop_cycle"]}  # of a PDF: twelve colours on white
 TEX = {character: f"\\{character}" for character in "#$%&_{}"}  # what LaTeX needs for characters
 TEX |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
-TEX["±"] = r"$\pm$"
+TEX |= {"±": r"$\pm$", "<": "$<$", ">": "$>$", "|": r"\textbar{}"}
 DIFFERS = ("where we differ", "the paper", "here", "why")  # headers of the table of deviations
 
 
@@ -249,8 +249,9 @@ def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     if headline.rows(results, shown):
         with style.colours(style.LIGHT):
             style.write(headline.draw(results, shown), picture)
-    else:
-        picture.unlink(missing_ok=True)
+    else:  # those of earlier runs
+        for ending in (".png", ".svg", ".pdf"):
+            picture.with_suffix(ending).unlink(missing_ok=True)
     return "\n".join(headline.lines(results, shown, report.verdicts))
 
 
@@ -297,9 +298,11 @@ def _template(name: str) -> Template:
 
 
 def _tex(text: str) -> str:
-    """A text for LaTeX, to which ten ASCII characters mean something else. The hyphen before a
-    number becomes a minus."""
-    text = re.sub(r"[#$%&_{}~^\\±]", lambda match: TEX[match[0]], text)
+    """A text for a cell in LaTeX. A hyphen before a number becomes a minus. A bracket or a star at
+    the beginning would count as an option of the line before."""
+    text = "".join(TEX.get(character, character) for character in " ".join(text.split()))
+    if text.startswith(("[", "*")):
+        text = f"{{{text[0]}}}{text[1:]}"
     return re.sub(r"(?<![\w.])-(?=[\d.])", "$-$", text)
 
 
