@@ -341,9 +341,10 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     _check_threshold(config, task)
     scored = task.has_labels(assembler.split)
     if not scored and (config.out or not config.predictions):
+        what, file = ("answers", "the answers") if task.has_questions else ("labels", "a table")
         raise BadInput(
-            f"the split {config.split!r} has no labels to score against; give another split=, or "
-            "predictions=FILE alone for a table without scores"
+            f"the split {config.split!r} has no {what} to score against; give another split=, or "
+            f"predictions=FILE alone for {file} without scores"
         )
     model = checkpoint.model().to(ranks.device)
     with store.blamed():
