@@ -174,7 +174,7 @@ def write_task(
         survey = _survey(task, seed, drawn)
     _say_splits(task, survey, seed if drawn is not None else None)
     if "train" not in survey.rows:
-        raise BadInput(f"{task.place}: there is no row for training")
+        raise BadInput(f"{task.place}: no row is for training")
     in_two_splits = _in_two_splits(survey)
     labels = _class_names(task, survey) if task.has_classes else []
     unseen = _unseen(survey, labels, task.noun) if task.has_classes else {}
@@ -317,7 +317,7 @@ def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> 
         if split and split not in survey.rows:
             raise BadInput(f"{path} holds no example, so the split {split} would be empty")
     if not survey.rows:
-        raise BadInput(f"{task.place}: there is no example that can be used")
+        raise BadInput(f"{task.place}: no example can be used")
     return survey
 
 

@@ -54,7 +54,7 @@ class Costs:
                 if work := self.work[job.key]:
                     rates.setdefault(work.kind, []).append(work.operations / max(seconds, 1e-3))
         self.rates = {kind: median(some) for kind, some in rates.items()}
-        # also for stages whose finished runs have no store here
+        # stages have one even if the stores of their finished runs are not here
         self.usual = {stage: median(seconds) for stage, seconds in spent.items()}
 
     def seconds(self, job: Job) -> float | None:
