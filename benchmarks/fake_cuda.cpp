@@ -1,10 +1,12 @@
-// A CUDA device without memory or kernels, for a PyTorch that was built without CUDA.
+// A CUDA device without memory or kernels, for a PyTorch that was built with or without CUDA.
 //
 // Tensors under FakeTensorMode have shapes, types and a device, but no content. PyTorch's autograd
 // still asks the device for streams and events. This library answers: there is one device, its
-// streams are always idle, and its events have always happened. It must be loaded before torch.
+// streams are always idle, and its events have always happened. It must be loaded before torch. Its
+// priority puts it in the place of what a PyTorch with CUDA registers.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 namespace {
 
@@ -37,9 +39,25 @@ struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   bool queryEvent(void*) const override { return true; }
 };
 
+// DistributedDataParallel measures its steps with this.
+struct Timer : c10d::Timer {
+  explicit Timer(c10::Device) {}
+  void record(Event) override {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks)
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
+
+using c10d::RegistererTimerRegistry;
+using c10d::TimerRegistry;
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(TimerRegistry, DEVICE.type(), c10::REGISTRY_PREFERRED, Timer)
 
 }  // namespace
+
+// Guards have no priority: the last one counts. So Python calls this when torch is loaded.
+extern "C" void use_fake_cuda() {
+  static Guard guard;
+  c10::impl::registerDeviceGuard(DEVICE.type(), &guard);
+}

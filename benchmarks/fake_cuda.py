@@ -2,12 +2,13 @@
 
 Under FakeTensorMode a tensor has a shape, a type and a device, but no content. A whole training
 step runs on such tensors in seconds. It shows which operations would run on a GPU, and which of
-them would make the host wait. PyTorch without CUDA also needs the library that `start` compiles
-from fake_cuda.cpp.
+them would make the host wait. The library that `start` compiles from fake_cuda.cpp answers what
+PyTorch asks the device.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-LOADED = "XFORMER_FAKE_CUDA"  # set in the environment of a process that has the library
+LIBRARY = "XFORMER_FAKE_CUDA"  # where the library is, in the environment of a process that has it
 
 
 def start(module: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -49,7 +50,7 @@ def start(module: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
         except (OSError, subprocess.CalledProcessError) as error:
             raise Failure(f"{SOURCE.name} could not be compiled: {error}") from None
     places = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    environment = {**os.environ, **places, "LD_PRELOAD": str(library), LOADED: "1"}
+    environment = {**os.environ, **places, "LD_PRELOAD": str(library), LIBRARY: str(library)}
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         env=environment,
@@ -66,7 +67,8 @@ def device() -> Iterator[None]:
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
-    assert LOADED in os.environ, "this process was not started by fake_cuda.start"
+    assert LIBRARY in os.environ, "this process was not started by fake_cuda.start"
+    ctypes.CDLL(os.environ[LIBRARY]).use_fake_cuda()
     # PyTorch uses its foreach operations only for the tensor types that it knows.
     lists = optimizer._foreach_supported_types
     tensor = torch.tensor
@@ -89,6 +91,7 @@ def device() -> Iterator[None]:
         mock.patch.object(torch.cuda, "current_device", return_value=0),
         mock.patch.object(torch.cuda, "default_generators", [torch.Generator()]),
         mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(optimizer, "_foreach_supported_types", [*lists, FakeTensor]),
         mock.patch.object(_foreach_utils, "_has_foreach_support", listed),
         mock.patch.object(torch.nn.utils.clip_grad, "_has_foreach_support", listed),

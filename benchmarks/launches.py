@@ -35,7 +35,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args()
-    if fake_cuda.LOADED not in os.environ:
+    if fake_cuda.LIBRARY not in os.environ:
         with TemporaryDirectory() as folder:
             process = fake_cuda.start("benchmarks.launches", Path(folder))
             print(process.communicate()[0], end="")

@@ -51,12 +51,15 @@ def programs(case: Case) -> tuple[int, set[str]]:
 def main() -> None:
     """Print a line for each case."""
     import torch._dynamo
+    from torch._dynamo.device_interface import CudaInterface
 
     with (
         # torch.compile asks these before it traces
         mock.patch.object(torch.accelerator, "is_available", return_value=False),
         mock.patch.object(torch.cuda, "get_rng_state", return_value=None),
         mock.patch.object(torch.cuda, "set_rng_state", return_value=None),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
+        mock.patch.object(CudaInterface, "is_triton_capable", return_value=False),
     ):
         for name, case in COMPILED.items():
             torch._dynamo.reset()
