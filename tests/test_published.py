@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from helpers import command, good, refused
 
 from xformer.data import published, tokenizers, vocabularies
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, Failure
 from xformer.preprocess import cli
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -218,6 +219,17 @@ def test_what_is_no_vocabulary_is_refused_in_one_line(monkeypatch, tmp_path, cas
     assert phrase in str(caught.value)
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+
+
+def test_a_protobuf_that_is_too_old_is_one_line(monkeypatch, tmp_path):
+    """SentencePiece's messages then raise ImportError, or an error of protobuf's own."""
+    (tmp_path / "raw").mkdir()
+    put(tmp_path / "raw", {"spiece.model": b""})
+    monkeypatch.setitem(sys.modules, "sentencepiece", ModuleType("sentencepiece"))
+    monkeypatch.delitem(sys.modules, "sentencepiece.sentencepiece_model_pb2", raising=False)
+    with pytest.raises(Failure, match=r"be read: .*; try: pip install --upgrade protobuf$"):
+        here(monkeypatch, "tokenizer", "--from", tmp_path / "raw", "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("pieces", ["<s> <pad> </s>", "<s> <pad> </s> a <unk>", ""])

@@ -149,6 +149,20 @@ def test_how_threads_wait_is_the_users_choice(own: dict[str, str]) -> None:
     assert done.stdout == f"{own or {'GOMP_SPINCOUNT': start.SPINS}}\n"
 
 
+@pytest.mark.parametrize("triton", [False, True])
+def test_the_end_searches_for_garbage_only_if_triton_reports_it(triton: bool) -> None:
+    """Else a command that trained ends with 26 lines about objects that are left."""
+    code = (
+        "import atexit, gc, sys; from types import ModuleType; from xformer import start\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
+        f"sys.modules.update({{'triton': ModuleType('triton')}} if {triton} else {{}})\n"
+        "start.search_for_garbage_seldom()"
+    )
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{not triton}\n"
+
+
 @pytest.mark.parametrize("door", ["train", "evaluate"])
 def test_doors_prepare_the_process_before_torch(door: str) -> None:
     """Importing a script does not load torch, so `run` acts before torch is imported."""

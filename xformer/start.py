@@ -93,12 +93,8 @@ def search_for_garbage_seldom() -> None:
     Python searches through them many times, which is a quarter of the time that the imports take.
     """
     gc.set_threshold(OBJECTS)
-    atexit.register(_end_without_search)
-
-
-def _end_without_search() -> None:
-    if "triton" not in sys.modules:  # Triton reports each of its objects that the end leaves behind
-        gc.freeze()  # frozen objects are not searched
+    # frozen objects are not searched, and Triton, if it is loaded, would report each of them
+    atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())
 
 
 def end_with_parent() -> None:

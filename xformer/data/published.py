@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from xformer.data import tokenizers, vocabularies
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, Failure
 from xformer.data.files import read_json, write_json
 from xformer.data.tokenizers import (
     BERT_SPECIAL,
@@ -310,11 +310,21 @@ def _vocab_json(source: _Source) -> Tokenizer:
     return _byte_bpe(source, vocabulary, merges)
 
 
-def _spiece_model(source: _Source) -> Tokenizer:
-    from sentencepiece import sentencepiece_model_pb2
-
+def _empty_spiece_model() -> Any:
+    """A SentencePiece model as a protocol buffer. Raises Failure if protobuf is too old for the
+    installed sentencepiece."""
+    try:
+        from sentencepiece import sentencepiece_model_pb2
+    except Exception as error:  # an old protobuf lacks what is imported, or has an error of its own
+        raise Failure(
+            f"SentencePiece models cannot be read: {error}; try: pip install --upgrade protobuf"
+        ) from None
     messages: Any = sentencepiece_model_pb2
-    model = messages.ModelProto()
+    return messages.ModelProto()
+
+
+def _spiece_model(source: _Source) -> Tokenizer:
+    model = _empty_spiece_model()
     try:
         model.ParseFromString(source.file.read_bytes())
     except Exception as error:  # protobuf has its own errors
@@ -709,12 +719,10 @@ def _fast_form(tokenizer: Tokenizer) -> Any:
 
 def _fast_unigram(proto: bytes) -> Any:
     """A SentencePiece unigram, with the same normalisation steps as in `transformers`."""
-    from sentencepiece import sentencepiece_model_pb2
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Fast
 
-    messages: Any = sentencepiece_model_pb2
-    model = messages.ModelProto()
+    model = _empty_spiece_model()
     model.ParseFromString(proto)
     pieces = [(piece.piece, piece.score) for piece in model.pieces]
     fast = Fast(models.Unigram(pieces, unk_id=model.trainer_spec.unk_id, byte_fallback=False))
