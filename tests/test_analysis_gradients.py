@@ -77,12 +77,12 @@ def model_of(
     return model.to(dtype)
 
 
-def batch_of(kind: str, dtype: torch.dtype) -> Batch[Tensor]:
+def batch_of(kind: str) -> Batch[Tensor]:
     batch = random_batch(LENGTHS)
     labels = batch.labels
     assert labels is not None
     if kind == "regress":
-        labels = labels.to(dtype)
+        labels = labels.float()  # as in a store
     elif kind == "span":
         labels = torch.stack([labels % 2, labels % 2], 1)  # spans that lie within every row
     return replace(batch, labels=labels)
@@ -122,7 +122,7 @@ def one_by_one(model: Model, batch: Batch[Tensor]) -> Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equals_one_backward_an_example(variant: str) -> None:
     kind, changes = VARIANTS[variant]
-    model, batch = model_of(kind, changes, torch.float64), batch_of(kind, torch.float64)
+    model, batch = model_of(kind, changes, torch.float64), batch_of(kind)
     expected = one_by_one(model, batch)
     assert (expected.norm(dim=1) > 0).all()
     products = inner_products(model, batch)
@@ -131,13 +131,13 @@ def test_equals_one_backward_an_example(variant: str) -> None:
 
 def test_a_pair_head_that_trains_with_masked_words() -> None:
     model = model_of("mlm", {}, torch.float64, 3.0)
-    batch = replace(batch_of("mlm", torch.float64), labels=torch.tensor([0, 1, 1, 0, 1, 0]))
+    batch = replace(batch_of("mlm"), labels=torch.tensor([0, 1, 1, 0, 1, 0]))
     expected = one_by_one(model, batch)
     assert torch.allclose(inner_products(model, batch), expected @ expected.T, rtol=1e-10)
 
 
 def test_single_precision_gives_the_cosines_to_1e_6() -> None:
-    batch = batch_of("mlm", torch.float32)
+    batch = batch_of("mlm")
     exact = one_by_one(model_of("mlm", {}, torch.float64), batch)
     wanted, norms = cosines(exact @ exact.T)
     values, value_norms = cosines(inner_products(model_of("mlm", {}, torch.float32), batch))
@@ -192,7 +192,7 @@ def test_long_and_short_examples_take_the_cheaper_way(monkeypatch: pytest.Monkey
 
 
 def test_an_example_without_a_masked_token_has_no_cosine() -> None:
-    batch = batch_of("mlm", torch.float64)
+    batch = batch_of("mlm")
     assert batch.places is not None
     assert batch.targets is not None
     kept = batch.places >= LENGTHS[0]  # leaves no masked token in the first example
@@ -228,7 +228,7 @@ def test_an_unknown_use_of_a_parameter_is_an_error() -> None:
             return Hidden.apply(y, self.scale) if self.how == "hidden" else y / self.scale
 
     for how in ("hidden", "plain"):
-        model, batch = model_of("mlm", {}, torch.float64), batch_of("mlm", torch.float64)
+        model, batch = model_of("mlm", {}, torch.float64), batch_of("mlm")
         layer: Any = model.encoder.layers[0]
         layer.mlp = Strange(layer.mlp, how)
         with pytest.raises(Failure, match="this analysis"):
