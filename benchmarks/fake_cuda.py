@@ -63,6 +63,7 @@ def start(module: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
 def device() -> Iterator[None]:
     """Within the block tensors have no content, and `cuda` is a device that can be used."""
     import torch
+    from torch._subclasses import fake_tensor
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
@@ -95,6 +96,8 @@ def device() -> Iterator[None]:
         mock.patch.object(optimizer, "_foreach_supported_types", [*lists, FakeTensor]),
         mock.patch.object(_foreach_utils, "_has_foreach_support", listed),
         mock.patch.object(torch.nn.utils.clip_grad, "_has_foreach_support", listed),
+        # some versions make a real tensor on the device first
+        mock.patch.object(fake_tensor, "init_gpu_context", create=True),
         # else a single element keeps its content, which cannot be copied to the device
         mock.patch.object(FakeTensorMode, "may_turn_const", return_value=False),
         FakeTensorMode(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ from xformer.ops import attention, native, vocabulary_loss
 from xformer.parallel import compiled, processes
 
 READ = "_local_scalar_dense"  # the host reads a number from the device
+MIXED = re.compile("found (at least )?two (different )?devices")  # versions of torch differ
 
 
 ONE_COPY = {"a blocking copy": 1}  # all outputs of a split, to the host
@@ -60,7 +62,7 @@ def test_a_step_does_not_wait_for_the_device(library: Path) -> None:
     weights = len(list(CASES["adagrad"].trainer("cpu").model.model.parameters()))
     assert waits.pop("an optimizer that waits")[READ] > STEPS * weights
     told = waits.pop("a step that mixes devices")
-    assert "Expected all tensors to be on the same device" in told
+    assert MIXED.search(told)
     assert set(optim.KINDS) == {"adam", "adamw", "muon", *first_hour.ASK_THE_HOST}
     expected = {case: {READ: STEPS} if case in first_hour.ASK_THE_HOST else {} for case in CASES}
     for case in ("Hilbert-CNN", "class weights"):
@@ -87,8 +89,7 @@ def test_scoring_waits_once_a_split(library: Path) -> None:
     assert told["an evaluation that reads"]["waits"] == ONE_COPY | {READ: batches}
     assert told["an evaluation that copies"]["waits"] == {"a blocking copy": 1 + batches}
     assert told["batches one by one"] == right | {"ahead": [0] * batches}
-    message = "Expected all tensors to be on the same device"
-    assert message in told["an evaluation that mixes devices"]
+    assert MIXED.search(told["an evaluation that mixes devices"])
     assert "this thread has set no device" in told["a thread on any device"]
 
 

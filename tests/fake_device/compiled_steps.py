@@ -59,7 +59,7 @@ def main() -> None:
         mock.patch.object(torch.cuda, "get_rng_state", return_value=None),
         mock.patch.object(torch.cuda, "set_rng_state", return_value=None),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
-        mock.patch.object(CudaInterface, "is_triton_capable", return_value=False),
+        mock.patch.object(CudaInterface, "is_available", return_value=False),
     ):
         for name, case in COMPILED.items():
             torch._dynamo.reset()
