@@ -2,8 +2,8 @@
 //
 // Tensors under FakeTensorMode have shapes, types and a device, but no content. PyTorch's autograd
 // still asks the device for streams and events. This library answers: there is one device, its
-// streams are always idle, and its events have always happened. It must be loaded before torch. Its
-// priority puts it in the place of what a PyTorch with CUDA registers.
+// streams are always idle, and its events have always happened. It must be loaded before torch.
+// Its parts have a higher priority than those of a PyTorch with CUDA, which would need a driver.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
@@ -56,7 +56,8 @@ C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(TimerRegistry, DEVICE.type(), c10::REGIST
 
 }  // namespace
 
-// Guards have no priority: the last one counts. So Python calls this when torch is loaded.
+// Python calls this after it has imported torch. A guard has no priority. The guard that is
+// registered last is used, and a PyTorch with CUDA registers its own during the import.
 extern "C" void use_fake_cuda() {
   static Guard guard;
   c10::impl::registerDeviceGuard(DEVICE.type(), &guard);

@@ -93,7 +93,7 @@ def search_for_garbage_seldom() -> None:
     Python searches through them many times, which is a quarter of the time that the imports take.
     """
     gc.set_threshold(OBJECTS)
-    # frozen objects are not searched, and Triton, if it is loaded, would report each of them
+    # Frozen objects are not searched. If Triton is loaded, it would report each of them as leaked.
     atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())
 
 
