@@ -288,6 +288,22 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
         ("[scales.mini]", "[scales.mini]\nlevels.start = ['clear']", "there is no 'clear'"),
         ('recipe = "' + str(ROOT) + '/recipes/pretrain/smoke.toml"', "", "a recipe or a command"),
         ('op = "clean"', 'op = "cleam"', "its op must be one of"),
+        # mistakes of form, in the terms of the file
+        ('each = "rate"', 'eahc = "rate"', "[[claims]] number 1: unknown key eahc"),
+        ('table = "main"', "", "[[claims]] number 1: table must be given"),
+        ("[[claims]]", "[claims]", "write [[claims]] before each of them, not [claims]"),
+        (
+            "vary.seed = [0, 1]",
+            "vary.seed = 2",
+            "vary.seed=2: give a list of values, or a group of levels",
+        ),
+        (
+            "rate.low = { optim.lr = 1e-5 }",
+            "rate.low = 1e-5",
+            "low=1e-05: give a group of settings",
+        ),
+        ("vary.seed", "vray.seed", "[stages.finetune]: unknown key vray; did you mean vary?"),
+        ("rows.none = [50.0, ", "rows.none = 50.0 #", "none=50.0: give a list, such as [50.0]"),
         (
             "vary.seed = [0, 1]",
             "settings.mapping = 'symbols:{sed}'",

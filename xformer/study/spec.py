@@ -428,6 +428,20 @@ class Study(Settings):
         return settings
 
 
+PARTS: dict[str, type[Settings]] = {
+    "needs": Need,
+    "made": Made,
+    "stages": Stage,
+    "tables": ScoreTable,
+    "summaries": Summary,
+    "curves": Curves,
+    "pictures": Picture,
+    "claims": Claim,
+    "deviations": Deviation,
+}
+PART = re.compile(rf"\b({'|'.join(PARTS)})\.([\w-]+)\.")
+
+
 @contextmanager
 def within(place: object) -> Iterator[None]:
     """Prefix each line of a BadInput with "PLACE: "."""
@@ -461,6 +475,27 @@ def read_study(path: str | Path, scale: str) -> Study:
         return _checked(merged)
 
 
+def _as_in_toml(line: str) -> str:
+    """A complaint about a key, which is named as on a command line, in the terms of a study file:
+    "claims.0.text must be given: ..." becomes "[[claims]] number 1: text must be given"."""
+    line = re.sub(r" must be given: .*", " must be given", line)
+    line = re.sub(r"(give a list, such as ).*='(.*)'", r"\1\2", line)
+    name = line.partition("=")[0]
+    if name in PARTS and line.endswith("a valid list"):
+        return f"write [[{name}]] before each of them, not [{name}]"
+    if vary := re.match(r"[\w.-]+\.vary\.[^.=]+(\.[^.=]+)?=", line):
+        what = "a group of settings" if vary[1] else "a list of values, or a group of levels"
+        return f"{line.partition(': ')[0]}: give {what}"
+    if not (part := PART.search(line)):
+        return line
+    kind, one = part.groups()
+    place = f"[[{kind}]] number {int(one) + 1}" if one.isdecimal() else f"[{kind}.{one}]"
+    line = line.replace(part[0], "").removesuffix("; --help lists the keys")
+    if (key := line.removeprefix("unknown key ")) != line:
+        line += nearest(key, [*PARTS[kind].model_fields])
+    return f"{place}: {line}"
+
+
 def _checked(values: dict[str, Any]) -> Study:
     """The study with these values. If one part cannot be parsed, the others are still checked, so
     that the user sees all mistakes at once."""
@@ -471,7 +506,7 @@ def _checked(values: dict[str, Any]) -> Study:
         try:
             whole = validate(Study, {"title": "-", **some} if mistakes else some)
         except BadInput as error:
-            mistakes = mistakes or [*error.lines]
+            mistakes = mistakes or [_as_in_toml(line) for line in error.lines]
             continue
         study = _at_scale(whole)
         mistakes += _mistakes(study, whole)
