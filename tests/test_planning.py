@@ -240,22 +240,23 @@ recipe = "{ROOT}/recipes/pretrain/smoke.toml"
 settings.data = "{{made.four}}"
 settings.model = {{ hidden = 32, intermediate = 16, layers = 1 }}
 [stages.look]
-command = ["-m", "xformer.analysis", "capture", "{{stage.pretrain}}", "max_tokens=64"]
+command = ["-m", "xformer.analysis", "capture", "{{stage.pretrain}}", "max_tokens=64",
+           "data={{made.letters}}", "out={{out}}/x.h5"]
 vary.seed = [0]
 [stages.score]
-command = ["evaluate.py", "{{stage.finetune(rate=low)}}", "data={{made.task}}"]
-vary.seed = [0]
+command = ["evaluate.py", "{{stage.finetune(rate=low)}}", "data={{made.task}}",
+           "out={{out}}/result.json"]
+vary.seed.0 = {{}}
 vary.start.pretrained = {{}}
 vary.rate.low = {{}}
 """
 for stage in ("look", "score"):
     FITS += f"""
-[[curves]]
+[[pictures]]
 name = "{stage}"
 title = "{stage}"
 stage = "{stage}"
-panels = "seed"
-lines = "seed"
+file = "x.svg"
 """
 
 
@@ -294,6 +295,15 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
     ([finetune("model.layers = 2")], ["model.layers=2: the checkpoint given as init has 1"]),
     ([finetune("model.hidden = 32")], ["model.hidden=32 is not a multiple of model.heads=12"]),
     ([pretrain("batch.tokens = 32")], ["batch.tokens=32 is below batch.max_tokens="]),
+    (
+        [finetune('train.metric = "acc"')],
+        ["train.metric='acc' is not a metric of classify, which has loss, accuracy, f1, mcc"],
+    ),
+    # the arguments of an analysis, and of evaluate.py
+    ([("out={out}/result.json", "ou={out}/r.json")], ["unknown key ou; did you mean out?"]),
+    ([('"capture"', '"captur"')], ["unknown analysis 'captur'; did you mean capture?"]),
+    ([("max_tokens=64", "max_token=64")], ["unknown key max_token; did you mean max_tokens?"]),
+    ([('"capture"', '"pwcca"')], ["pwcca takes 2 checkpoints first, then key=value; given: "]),
     # kinds of stores and heads
     (
         [("classify.toml", "regress.toml"), metric("spearman")],

@@ -304,7 +304,7 @@ def test_a_table_of_both_precisions_says_so(fast: str, data: Toys, tmp_path: Pat
         file.write_text(text)
         return Plan(read_study(file, "mini"), root, {}, None)
 
-    assert planned(text).mixed() == []
+    assert planned(text).remarks() == []
     other = "fp32" if fast == "bf16" else "bf16"
     chosen = text.replace("vary.start", f'settings.system.precision = "{other}"\nvary.start')
     key = planned(chosen).runs("second", {"seed": "0"})[0].key
@@ -312,17 +312,17 @@ def test_a_table_of_both_precisions_says_so(fast: str, data: Toys, tmp_path: Pat
     system = {"precision": other}
     write_json_in(begun / "config.json", {"config": {"run": str(begun), "system": system}})
     plan = planned(text)
-    (line,) = plan.mixed()
+    (line,) = plan.remarks()
     assert line.startswith("the runs of the stage second are partly in bf16 and partly in fp32")
     assert line.endswith(
         'base = this study\'s file, and stages.second.settings.system.precision = "fp32"'
     )
     own = tmp_path / "own.toml"
     own.write_text(f'base = "two.toml"\n{line.rpartition(", and ")[2]}\n')
-    assert Plan(read_study(own, "mini"), root, {}, None).mixed() == []
+    assert Plan(read_study(own, "mini"), root, {}, None).remarks() == []
     assert f"note: {line}" in listing(plan, Costs(Forecast(plan), {})).splitlines()
     assert f"{line}." in build_report(Results(plan), {}, root).notes
-    assert planned(chosen).mixed() == []
+    assert planned(chosen).remarks() == []
 
 
 def test_a_study_in_emulated_bf16_says_so(

@@ -29,6 +29,7 @@ import pytest
 from helpers import ROOT, Forks, command, good, refused
 from markupsafe import escape
 from plans import SCALES, planned
+from pydantic import BaseModel
 from scipy import stats
 
 from xformer.config import read_recipe, toml_text
@@ -64,7 +65,15 @@ from xformer.study.results import (
     statistics_of,
     write_csv,
 )
-from xformer.study.spec import Claim, ScoreTable, read_study
+from xformer.study.spec import (
+    PARTS,
+    Claim,
+    Published,
+    Registration,
+    ScoreTable,
+    keys_text,
+    read_study,
+)
 
 STUDY = f"""
 title = "Letters"
@@ -200,6 +209,7 @@ def test_a_report_says_why_runs_were_made_again(
 
     def studied() -> tuple[str, str]:
         plan = plan_of(file, tmp_path, data=str(data))
+        plan.kept = tmp_path / "kept"
         listed = listing(plan, Costs(Forecast(plan), {}))
         for run in plan.runs("finetune"):
             run.path.mkdir(parents=True, exist_ok=True)
@@ -219,10 +229,14 @@ def test_a_report_says_why_runs_were_made_again(
     assert "# finetune seed=0 start=scratch rate=high, key changed: optim.lr\n" in text
     assert "rate=low, key" not in text
     assert "not committed; runs that were made again because their key changed: 4 |" in text
+    report.with_name("again.json").unlink()  # the kept results know it, too
+    changed(file, ('title = "Letters"', 'title = "Words"'))  # and another study has this name
     listed, text = studied()
     assert "key changed" not in listed
     assert "rate=high, key changed: optim.lr\n" in text
     assert "rate=high: done, key changed: optim.lr<" in report.read_text()
+    note = f"note: {report.parent} holds the report 'Letters', which this one replaces\n"
+    assert note in capsys.readouterr().out
 
 
 def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> None:
@@ -288,6 +302,59 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
         ("[scales.mini]", "[scales.mini]\nlevels.start = ['clear']", "there is no 'clear'"),
         ('recipe = "' + str(ROOT) + '/recipes/pretrain/smoke.toml"', "", "a recipe or a command"),
         ('op = "clean"', 'op = "cleam"', "its op must be one of"),
+        (
+            "vary.seed = [0, 1]",
+            "vary.seed = { a = {}, b = {} }",
+            "stages.finetune.vary.seed: a and b have the same settings, so they are one run",
+        ),
+        (
+            'columns = "rate"',
+            'columns = "rate"\nmetric = "loss"\nchance.low = 0.5',
+            "table main: chance.low: runs above a chance level have learnt, but of loss lower is",
+        ),
+        (
+            'columns = "rate"',
+            'columns = "rate"\nmetric = { low = "loss", high = "f1" }\nmeans.x = ["low", "high"]',
+            "table main: means.x averages metrics of which higher is better and metrics of which",
+        ),
+        (
+            'columns = "rate"',
+            'columns = "rate"\nmetric = { low = "loss", high = "f1" }',
+            "claim 'pre-training helps at every rate' is about metrics of which higher is better",
+        ),
+        (
+            'columns = "rate"',
+            'columns = "rate"\nwhere.rate = "low"',
+            "table main: where.rate: the table shows all levels of rate; levels.rate chooses some",
+        ),
+        ('columns = "rate"', 'columns = "rate"\nwhere.seed = "0.0"', "no '0.0'; did you mean 0?"),
+        (
+            "rows.pretrained",
+            "rows.pretraind",
+            "published: it has 'pretraind' for pretrained; rename it, or say like.pretrained = ",
+        ),
+        (
+            "[50.0, 99.0]\nrows.none = [50.0, ",
+            "[0.5, 0.99]\nrows.none = [0.5, ",
+            "table main: published: the table shows percent: give 99 instead of 0.99",
+        ),
+        (
+            "[[claims]]",
+            '[stages.look]\ncommand = ["-c", "1"]\n[[claims]]',
+            "stages.look: its command needs {out}, the directory in which it writes result.json",
+        ),
+        (
+            "[[claims]]",
+            '[stages.look]\ncommand = ["-c", "{out}"]\nvary.x.y = {}\n[[curves]]\nname = "x"\n'
+            'title = "x"\nstage = "look"\npanels = "x"\nlines = "x"\n[[claims]]',
+            "curves x: stages.look is a command, which has no log",
+        ),
+        (
+            "vary.seed = [0, 1]",
+            "vary.seed = [0, 1]\n"
+            "without = [{ seed = 0, start = 'scratch' }, { seed = 1, start = 'pretrained' }]",
+            "every rate': no seed has both sides, so no two scores can be compared",
+        ),
         # mistakes of form, in the terms of the file
         ('each = "rate"', 'eahc = "rate"', "[[claims]] number 1: unknown key eahc"),
         ('table = "main"', "", "[[claims]] number 1: table must be given"),
@@ -444,6 +511,47 @@ def test_a_study_that_makes_no_sense_is_refused(
         plan_of(changed(file, (old, new)), tmp_path)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "studies").exists()
+
+
+def test_no_claim_names_a_mean_of_columns(file: Path, tmp_path: Path) -> None:
+    pairs = ('columns = "rate"', 'columns = "rate"\nmeans.both = ["low", "high"]')
+    sides = ('than.start = "scratch"', 'than = { start = "scratch", rate = "both" }')
+    with pytest.raises(BadInput, match="both is a mean of columns, which no claim can name"):
+        plan_of(changed(file, pairs, sides), tmp_path)
+
+
+def test_levels_that_change_nothing_are_pointed_out(file: Path, tmp_path: Path) -> None:
+    """A task whose store does not depend on its name gives equal columns. The listing, the line
+    before the runs and the report say so."""
+    plan = plan_of(changed(file, ("optim.lr = 1e-3", "optim.lr = 1e-5")), tmp_path)
+    (line,) = plan.remarks()
+    assert line == (
+        "stages.finetune: rate=low and rate=high are the same runs, because these levels have the "
+        "same settings"
+    )
+
+
+def test_a_claim_about_a_loss_is_pointed_out(file: Path, tmp_path: Path) -> None:
+    """The side with the higher number is `better`, whatever the number means."""
+    plan = plan_of(
+        changed(file, ('columns = "rate"', 'columns = "rate"\nmetric = "loss"')), tmp_path
+    )
+    (line,) = plan.remarks()
+    assert line == (
+        "in the claim 'pre-training helps at every rate' `better` is the side with the higher "
+        "number, start=pretrained, although of its metric lower is better"
+    )
+
+
+def test_the_keys_of_a_study_file_are_listed() -> None:
+    """Every key has a description."""
+    text = keys_text()
+    parts: list[type[BaseModel]] = [*PARTS.values(), Published, Registration]
+    for part in parts:
+        for name, field in part.model_fields.items():
+            assert field.description, name
+            assert f"\n  {name}: " in text
+    assert "\n[[claims]]\nA statement to test" in text
 
 
 def test_an_unknown_scale_names_those_there_are(file: Path) -> None:
@@ -1327,15 +1435,18 @@ file = "x.svg"
     for name in ("look.svg", "look-dark.svg", "large.h5"):
         (look.path / name).write_text("<svg/>")
     assert look.whole
+    pool.log_of(look).write_text("a line\nwarning: too few rows\n")
     Ledger(tmp_path / "kept", plan).keep(look, again=False)
     shutil.rmtree(plan.root)
     Ledger(tmp_path / "kept", plan).unpack()
+    assert pool.warnings_of(look) == ["warning: too few rows"]
     assert sorted(path.name for path in look.path.iterdir() if path.name[0] != ".") == [
         "ended.txt",
         "key",
         "look-dark.svg",
         "look.json",
         "look.svg",
+        "warnings.txt",
     ]
     assert look.done
     assert look.proof.stat().st_mtime == 1_000_000_000
@@ -1583,7 +1694,7 @@ def test_the_headline_is_a_picture_and_a_few_lines(
     printed = write_report(Results(plan), {}, directory)
     assert len(tested) == 1  # looking up the commits of claims takes seconds
     assert printed.splitlines() == [
-        "Does it help to know letters? accuracy on test, mean and 95% interval:",
+        "Does it help to know letters? accuracy on test, rate low, mean and 95% interval:",
         "  pretrained                                    60.5  (60.0, 61.0; 2 seeds)",
         "  from scratch                                  50.5  (50.0, 51.0; 2 seeds)",
         "Claims of the study, by paired t tests over seeds:",
@@ -1897,7 +2008,12 @@ def test_a_claim_may_compare_what_its_table_leaves_out(
     changed(
         file,
         ("vary.seed = [0, 1]", "vary.seed = [0, 1, 2, 3]"),
-        ('columns = "rate"', 'columns = "rate"\nwhere.start = "pretrained"'),
+        (
+            'rows = "start"\ncolumns = "rate"',
+            'rows = "rate"\ncolumns = "metric"\nmetric.x = "accuracy"\nwhere.start = "pretrained"',
+        ),
+        ('better.start = "pretrained"', 'better = { start = "pretrained", metric = "x" }'),
+        ('than.start = "scratch"', 'than = { start = "scratch", metric = "x" }'),
     )
     plan = plan_of(file, tmp_path, data=str(data))
     finish(plan, lambda seed, start, rate: 0.5 + 0.01 * int(seed) * (1 + (start != "scratch")))

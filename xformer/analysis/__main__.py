@@ -20,6 +20,7 @@ import sys
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from xformer.config import nearest
 from xformer.data.display import say
@@ -51,13 +52,18 @@ def main() -> None:
     if name == "draw":
         _redraw(rest)
         return
+    module = module_of(name)
+    from xformer.analysis.subcommand import parse_arguments
+
+    module.run(*parse_arguments(module.SUBCOMMAND, rest))
+
+
+def module_of(name: str) -> Any:
+    """The module of an analysis. Raises BadInput if there is none of this name."""
     if name not in MODULES:
         near = nearest(name, list(MODULES)) or f"; there are {', '.join(MODULES)} and draw"
         raise BadInput(f"unknown analysis {name!r}{near}")
-    from xformer.analysis.subcommand import parse_arguments
-
-    module = import_module(f"xformer.analysis.{name}")
-    module.run(*parse_arguments(module.SUBCOMMAND, rest))
+    return import_module(f"xformer.analysis.{name}")
 
 
 def _redraw(paths: list[str]) -> None:

@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,18 +64,24 @@ class Subcommand:
 
 
 def parse_arguments(command: Subcommand, arguments: list[str]) -> tuple[list[str], Any]:
-    """Parse a command line: first the paths, then the settings, an instance of `command.schema`.
-
-    Raises BadInput if an argument is wrong or the result could not be written. If `--help` is among
-    the arguments, prints the help and exits.
-    """
+    """Parse a command line as `parse` does. Raises BadInput also if the result cannot be written.
+    If `--help` is among the arguments, prints the help and exits."""
     if any(argument in ("-h", "--help") for argument in arguments):
         say(*help_text(command.schema, command.text).split("\n"))
         sys.exit(0)
+    paths, config = parse(command, arguments)
+    if command.directory:
+        check_writable(config, command.name)
+    return paths, config
+
+
+def parse(command: Subcommand, arguments: Sequence[str]) -> tuple[list[str], Any]:
+    """The paths, which come first, and the settings of a command line, an instance of
+    `command.schema`. Raises BadInput if an argument is wrong."""
     keys = (i for i, text in enumerate(arguments) if "=" in text or text.startswith("-"))
     first_key = next(keys, len(arguments))
-    paths = arguments[:first_key]
-    values = parse_overrides(command.schema, arguments[first_key:])
+    paths = [*arguments[:first_key]]
+    values = parse_overrides(command.schema, [*arguments[first_key:]])
     if len(paths) < command.least or (command.most is not None and len(paths) > command.most):
         several = command.most != 1
         wanted = str(command.least) if command.least == command.most else f"{command.least} or more"
@@ -87,10 +93,7 @@ def parse_arguments(command: Subcommand, arguments: list[str]) -> tuple[list[str
     for path, place in zip(paths, places, strict=True):
         if command.most is None and places.count(place) > 1:
             raise BadInput(f"the {command.path_kind} {path} is given twice; give each one once")
-    config = validate(command.schema, values)
-    if command.directory:
-        check_writable(config, command.name)
-    return paths, config
+    return paths, validate(command.schema, values)
 
 
 def check_writable(config: Output, name: str) -> None:

@@ -8,6 +8,7 @@
         optim.lr=1e-4,5e-5 seed=0..4                        # a study in one line
     python -m xformer.study verify runs/english steps=20    # repeat a run's first steps and compare
     python -m xformer.study reproduce                       # does everything work on this machine?
+    python -m xformer.study keys                            # what a study file can say
 
 The same command again runs only what is not done yet. A killed run resumes, and a failed run is
 retried. If you add a seed, only its runs are new. Studies share the runs that they have in common.
@@ -28,7 +29,7 @@ from xformer import reproduce, verify
 from xformer.config import Settings, find_recipe, load
 from xformer.data.display import duration, many, say
 from xformer.data.errors import BadInput, Failure, typed
-from xformer.data.files import make_directory, read_json, write_json
+from xformer.data.files import make_directory, write_json
 from xformer.parallel.precision import first_device, speed_note
 from xformer.start import run
 from xformer.study import pool, sweep, timing
@@ -38,8 +39,8 @@ from xformer.study.forecast import Forecast
 from xformer.study.notes import Notes
 from xformer.study.plan import Job, Plan, to_do
 from xformer.study.report import write_report
-from xformer.study.results import AGAIN, Ledger, Results, reruns
-from xformer.study.spec import read_study
+from xformer.study.results import Ledger, Results, again_files, made_again, reruns
+from xformer.study.spec import keys_text, read_study
 
 UNTIMED = {
     "command": "the time of a command is not estimated",
@@ -98,8 +99,8 @@ class SweepArguments(Execution):
 
 
 def main() -> None:
-    """`python -m xformer.study STUDY key=value ...`, `sweep RECIPE key=a,b ...`, `verify RUN` or
-    `reproduce`"""
+    """`python -m xformer.study STUDY key=value ...`, `sweep RECIPE key=a,b ...`, `verify RUN`,
+    `reproduce` or `keys`"""
     match ["dry_run=true" if argument == "--dry-run" else argument for argument in sys.argv[1:]]:
         case ["verify", *rest]:
             verify.main(rest)
@@ -107,6 +108,8 @@ def main() -> None:
             reproduce.main(rest)
         case ["sweep", *rest]:
             sweep_main(rest)
+        case ["keys", *_]:
+            say(*keys_text().split("\n"))
         case arguments:
             run_study(*planned(arguments))
 
@@ -175,6 +178,7 @@ def run_study(plan: Plan, settings: Execution, with_cost: bool = False) -> None:
     forecast.check()
     Notes(forecast)  # refuses a wrong placeholder now, not when the runs are done
     ledger = Ledger(plan.kept, plan)
+    check_commands(plan)
     lacking = plan.missing() and not any(j.stage and not j.missing for j in plan.jobs.values())
     if lacking and not settings.dry_run:
         raise BadInput(f"{plan.study.path}: nothing can run: {'; '.join(_lacking(plan))}")
@@ -195,6 +199,16 @@ def run_study(plan: Plan, settings: Execution, with_cost: bool = False) -> None:
     execute(plan, pool.Slurm(plan.root, settings.slurm) if slurm else here, ledger)
 
 
+def check_commands(plan: Plan) -> None:
+    """Raise BadInput naming the first table of a command's results that needs a metric which a
+    finished command did not leave."""
+    tables = [table for table in plan.study.tables if plan.study.stages[table.stage].command]
+    if tables:
+        results = Results(plan)
+        for table in tables:
+            results.cells(table)
+
+
 def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
     """Run what is not done, and write and print the report. Raises Failure if a job fails."""
     directory = _directory(plan)
@@ -205,9 +219,12 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
     if again := reruns(todo.values(), directory):
         for why, number in Counter(again.values()).items():
             say(f"{many(number, 'run')} again, {why}")
-        past = directory / AGAIN
-        write_json(past, {**(read_json(past) if past.exists() else {}), **again})
+        again = {**made_again(plan, directory), **again}
+        for file in again_files(plan, directory):
+            write_json(file, again)
     plan.digests.save()
+    for line in (*_other_report(plan, directory), *plan.remarks()):
+        say(f"note: {line}")
     for line in _lacking(plan):
         say(f"missing: {line}", error=True)
     for job in plan.jobs.values():
@@ -230,6 +247,15 @@ def _directory(plan: Plan) -> Path:
     """The directory of a study's report."""
     stem, scale = plan.study.path.stem, plan.study.scale
     return plan.root / (f"{stem}-{scale}" if scale else stem)
+
+
+def _other_report(plan: Plan, directory: Path) -> list[str]:
+    """A line if the directory has the report of a study with another title."""
+    report = directory / "report.md"
+    title = report.read_text(encoding="utf-8").partition("\n")[0] if report.is_file() else ""
+    if title in ("", f"# {plan.study.title}"):
+        return []
+    return [f"{directory} holds the report {title[2:]!r}, which this one replaces"]
 
 
 def _lacking(plan: Plan) -> list[str]:
@@ -263,8 +289,8 @@ def listing(plan: Plan, costs: Costs, kept: Collection[str] = (), slots: int = 1
         lines.append(
             f"not checked yet, because the model to start from is missing: {many(number, 'run')}"
         )
-    lines += [f"note: {line}" for line in plan.mixed()]
-    lines += registration_lines(plan.study)
+    lines += [f"note: {line}" for line in plan.remarks()]
+    lines += registration_lines(plan)
     lines += [f"missing: {line}" for line in _lacking(plan)]
     return "\n".join(lines)
 

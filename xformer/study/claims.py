@@ -32,7 +32,7 @@ from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.study.plan import INTERVALS, Plan
 from xformer.study.results import Results, half_width
-from xformer.study.spec import PLACE, SEED, Claim, Levels, ScoreTable, Study, seeds_of
+from xformer.study.spec import PLACE, SEED, Claim, ScoreTable, Study, seeds_of
 from xformer.study.statistics import (
     LEVEL,
     MOST,
@@ -244,7 +244,7 @@ def _verdict(results: Results, claim: Claim, table: ScoreTable) -> Verdict:
     test = tied_test if claim.tie else paired_test
     differences = {}
     for level in levels:
-        a, b = (results.replicates(table, side) for side in sides(claim, level))
+        a, b = (results.replicates(table, side) for side in claim.sides(level))
         if shared := [seed for seed in a if seed in b]:
             pairs = [a[seed] for seed in shared], [b[seed] for seed in shared]
             differences[level] = test(*pairs, margin)
@@ -278,7 +278,7 @@ def published_difference(results: Results, verdict: Verdict, level: str) -> floa
     rows and columns that both sides cover. None if the paper lacks a number, or if the claim
     compares something that the table does not show."""
     study, table, means = results.study, verdict.table, []
-    for side in sides(verdict.claim, level):
+    for side in verdict.claim.sides(level):
         others = side.keys() - {table.rows, table.columns}
         if table.published is None or any(table.where.get(f) != side[f] for f in others):
             return None
@@ -292,12 +292,6 @@ def published_difference(results: Results, verdict: Verdict, level: str) -> floa
             return None
         means.append(statistics.mean(known))
     return means[0] - means[1]
-
-
-def sides(claim: Claim, level: str) -> tuple[Levels, Levels]:
-    """The levels of both sides of a claim, at a level of `each`."""
-    fixed = {claim.each: level} if claim.each else {}
-    return {**claim.better, **fixed}, {**claim.than, **fixed}
 
 
 def _looks(study: Study) -> int:
@@ -373,13 +367,16 @@ def origins(path: Path, scale: str) -> list[tuple[Origin, Origin]]:
     return list(zip(oldest[: len(claims)], oldest[len(claims) :], strict=True))
 
 
-def registration_lines(study: Study) -> list[str]:
+def registration_lines(plan: Plan) -> list[str]:
     """What --dry-run says of registered claims: margin, seeds, power and commit of each."""
+    study = plan.study
     if study.registration is None:
         return []
     lines = ["", f"registered: {study.registration.words()}"]
-    for claim, (origin, _) in zip(study.claims, origins(study.path, study.scale), strict=True):
-        lines.append(f"  {claim.text} ({_power(study, claim)}): {origin.words(None)}")
+    every = origins(study.path, study.scale)
+    for claim, (origin, runs) in zip(study.claims, every, strict=True):
+        since = origin.words(first_result(plan, study.table(claim.table)), runs)
+        lines.append(f"  {claim.text} ({_power(study, claim)}): {since}")
     return [*lines, ""]
 
 
@@ -388,9 +385,12 @@ def _power(study: Study, claim: Claim) -> str:
     words."""
     assert study.registration is not None
     table = study.table(claim.table)
-    better, than = (seeds_of(study, table, side, SEED) for side in (claim.better, claim.than))
-    pairs = len(better & than)
-    tests = len(study.levels_of(table).get(claim.each) or ("",)) * study.registration.looks
+    levels = study.levels_of(table).get(claim.each) or ("",)
+    pairs = min(
+        len(set.intersection(*(seeds_of(study, table, side, SEED) for side in claim.sides(level))))
+        for level in levels
+    )
+    tests = len(levels) * study.registration.looks
     margin = claim.margin * table.scale
     return (
         f"margin {margin:g}; with power {POWER:g}, {pairs} pairs detect a difference "

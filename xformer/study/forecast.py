@@ -17,7 +17,9 @@ from pydantic import ValidationError
 
 from xformer import checkpoint as checkpoints
 from xformer import trajectory
+from xformer.analysis import __main__ as analyses
 from xformer.analysis.examples import check_length
+from xformer.analysis.subcommand import parse
 from xformer.config import each, parse_overrides, validate
 from xformer.convert import hf
 from xformer.data import mapping
@@ -290,10 +292,11 @@ class Forecast:
         if job.recipe is not None:
             self._check_training(job, self.recipe(job))
         match job.command:
-            case ("evaluate.py", source, *settings):
-                self._check_scoring(source, settings_of(settings))
-            case ("-m", "xformer.analysis", _, *settings):
-                self._check_analysis(settings)
+            case ("evaluate.py", source, *arguments):
+                validate(EvaluateConfig, parse_overrides(EvaluateConfig, arguments))
+                self._check_scoring(source, settings_of(arguments))
+            case ("-m", "xformer.analysis", name, *arguments):
+                self._check_analysis(job, name, arguments)
 
     def _check_dropout(self, job: Job) -> None:
         """Raise BadInput if an existing run was made with a dropout other than the study's.
@@ -367,6 +370,12 @@ class Forecast:
         self._check_inputs(job, recipe)
         start, store = self.start(job), self.store(recipe.data)
         size = store.tokenizer.size
+        metric, metrics = recipe.train.metric, self._task(job).metrics
+        if metric and metric not in metrics:
+            raise BadInput(
+                f"train.metric={metric!r} is not a metric of {recipe.head}, which has "
+                f"{', '.join(metrics)}"
+            )
         if start is not None:
             check_model(recipe, start)
         if store.kind is not None:
@@ -424,8 +433,13 @@ class Forecast:
                 "run is trained on"
             )
 
-    def _check_analysis(self, arguments: Sequence[str]) -> None:
-        """What an analysis checks of the checkpoints that it reads."""
+    def _check_analysis(self, job: Job, name: str, arguments: Sequence[str]) -> None:
+        """What an analysis checks of its arguments and of the checkpoints that it reads, and that
+        the study reads the result which it writes."""
+        command = analyses.module_of(name).SUBCOMMAND
+        parse(command, arguments)
+        if job.stage and command.directory and job.proof.name != f"{name}.json":
+            raise BadInput(f"stages.{job.stage}.result must be {name}.json, which {name} writes")
         most = settings_of(arguments).get("max_tokens", "")
         for path in (argument for argument in arguments if "=" not in argument):
             facts = self.at(path)

@@ -33,16 +33,19 @@ def draw(results: Results, headline: Headline) -> Any:
     figure = style.new_figure(11 if panels else 7, 3.6)
     widths = [1, 1.9] if panels else [1]
     *left, right = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
+    shown = rows(results, headline)
     if panels and curves is not None:
-        _curve(left[0], panels, curves.title)
-    _dots(right, rows(results, headline), table)
+        _curve(left[0], panels, curves.title, [cell.row for _, cell in shown])
+    _dots(right, shown, table, results.study.columns(table))
     right.set_title(headline.title)
     return figure
 
 
-def _curve(axes: Any, panels: list[Panel], title: str) -> None:
-    """The curves of training as lines, and those of validation as dots."""
+def _curve(axes: Any, panels: list[Panel], title: str, rows: list[str]) -> None:
+    """The curves of training as lines, and those of validation as dots. Of several curves, one that
+    has the name of a row of the table has its colour."""
     names = list(dict.fromkeys((panel.name, line.name) for panel in panels for line in panel.lines))
+    others = [own for own in names if own[0] or own[1] not in rows]
     values = dict.fromkeys(panel.value.removeprefix("validation ") for panel in panels)
     for panel in panels:
         validation = panel.value.startswith("validation")
@@ -51,14 +54,18 @@ def _curve(axes: Any, panels: list[Panel], title: str) -> None:
             own = (panel.name, line.name)
             words = ("validation" if validation else "training", *(own if len(names) > 1 else ()))
             label = drawing.plain(" ".join(filter(None, words)))
-            colour = f"C{2 * names.index(own) + validation}"
+            number = len(rows) + others.index(own) if own in others else rows.index(line.name)
+            colour = f"C{number if len(names) > 1 else int(validation)}"
             axes.plot(line.x, line.mean, color=colour, label=label, **look)
     axes.set(xlabel="step", ylabel=" and ".join(values))
     axes.set_title(title)
-    axes.legend()
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2}
+    axes.legend(**(below if len(names) > 1 else {}))
 
 
-def _dots(axes: Any, shown: list[tuple[str, Cell]], table: ScoreTable) -> None:
+def _dots(
+    axes: Any, shown: list[tuple[str, Cell]], table: ScoreTable, columns: Sequence[str]
+) -> None:
     """A line for each row: its label, a dot for each run, the mean with its interval, and the mean
     as a number."""
     for place, (_, cell) in enumerate(reversed(shown)):
@@ -72,11 +79,11 @@ def _dots(axes: Any, shown: list[tuple[str, Cell]], table: ScoreTable) -> None:
         number = f"{cell.sample.mean:.{table.digits}f}"
         look = {"textcoords": "offset points", "ha": "center", "color": colour, "weight": "bold"}
         axes.annotate(number, (cell.sample.mean, place), (0, 11), **look)
-    if chance := list(table.chance.values())[:1]:
-        axes.axvline(table.scale * chance[0], color="0.5", ls=":", zorder=1)
+    if (chance := table.chance.get(columns[0])) is not None:
+        axes.axvline(table.scale * chance, color="0.5", ls=":", zorder=1)
         axes.annotate(
             "guessing",
-            (table.scale * chance[0], -0.55),
+            (table.scale * chance, -0.55),
             (4, 0),
             textcoords="offset points",
             color="0.4",
@@ -87,23 +94,24 @@ def _dots(axes: Any, shown: list[tuple[str, Cell]], table: ScoreTable) -> None:
     seeds = listed(len(cell.sample.scores) for _, cell in shown if cell.sample is not None)
     unit = ", %" if table.percent else ""
     what = f"dots: {seeds} seeds; diamonds: their mean and its {LEVEL:.0%} interval"
-    axes.set_xlabel(f"{_metric(table)}{unit}   ({what})")
+    axes.set_xlabel(f"{_metric(table, columns)}{unit}   ({what})")
 
 
-def _metric(table: ScoreTable) -> str:
-    """The name of the first column's metric, and its split."""
-    whole, name = table.metrics[0], "score"
-    if isinstance(table.metric, str):
-        name = whole.rpartition(".")[2]
-    elif table.columns == METRIC:
-        name = next(iter(table.metric))
-    return f"{name} on {table.split_of(whole)}"
+def _metric(table: ScoreTable, columns: Sequence[str]) -> str:
+    """The first column's metric and split, and if there are others, which column it is."""
+    first, *others = columns
+    whole = table.metric_of(first)
+    if table.columns == METRIC:
+        return f"{first} on {table.split_of(whole)}"
+    column = f", {table.columns} {first}" if others else ""
+    return f"{whole.rpartition('.')[2]} on {table.split_of(whole)}{column}"
 
 
 def lines(results: Results, headline: Headline, verdicts: Sequence[Verdict]) -> Iterator[str]:
     """The headline as text: a line for each row of the table and one for each claim."""
     table = results.study.table(headline.table)
-    yield f"{headline.title} {_metric(table)}, mean and {LEVEL:.0%} interval:"
+    metric = _metric(table, results.study.columns(table))
+    yield f"{headline.title} {metric}, mean and {LEVEL:.0%} interval:"
     shown = rows(results, headline)
     if not shown:
         yield "  no scores yet"

@@ -37,6 +37,7 @@ from xformer.recipe import LATER, Recipe
 from xformer.study.spec import (
     METRIC,
     PLACE,
+    SEED,
     Claim,
     Curves,
     Levels,
@@ -47,6 +48,7 @@ from xformer.study.spec import (
     within,
 )
 from xformer.tasks.known import kind_of
+from xformer.tasks.task import HIGHER, LOWER
 
 RESULTS = 2  # raised by hand when a change of the code changes results
 READ = ("source", "store")  # arguments of operations on weights that are paths
@@ -156,6 +158,8 @@ class Plan:
                 self._check_curves(shown)
             for claim in study.claims:
                 self._check_claim(claim)
+            for stage in self._staged:
+                self._check_levels(stage)
         for job in self.jobs.values():
             self._check_run(job)
 
@@ -208,7 +212,26 @@ class Plan:
                 if job.recipe is not None:
                     yield job, metric
 
-    def mixed(self) -> list[str]:
+    def remarks(self) -> list[str]:
+        """What a reader of the results must know: a line for each two levels that are the same
+        runs, for each claim on a metric of which lower is better, and for each stage whose runs
+        differ in a precision that nobody chose."""
+        lines = [
+            f"stages.{stage}: {factor}={one} and {factor}={other} are the same runs, because these "
+            "levels have the same settings"
+            for stage in self._staged
+            for factor, one, other in self._same(stage)
+        ]
+        for claim in self.study.claims:
+            if not claim.tie and LOWER in self._directions_of(claim):
+                higher = ", ".join(f"{f}={level}" for f, level in claim.better.items())
+                lines.append(
+                    f"in the claim {claim.text!r} `better` is the side with the higher number, "
+                    f"{higher}, although of its metric lower is better"
+                )
+        return [*lines, *self._mixed()]
+
+    def _mixed(self) -> list[str]:
         """A line for each stage whose runs differ in a precision that nobody chose."""
         return [
             f"the runs of the stage {name} are partly in bf16 and partly in fp32, because some "
@@ -239,10 +262,67 @@ class Plan:
         return set().union(*before.values())
 
     def _check_metric(self, table: ScoreTable) -> None:
-        """Refuse a metric that the runs of a table will not have."""
+        """Refuse a metric that the runs of a table will not have, a chance level where lower is
+        better, and means over metrics of both kinds."""
+        place = f"table {table.name}"
         for job, metric in self.shown_in(table):
             logged = LOGGED if table.split_of(metric) == "train" else ()
-            _check_scores(f"table {table.name}", [job], metric.rpartition(".")[2], logged)
+            _check_scores(place, [job], metric.rpartition(".")[2], logged)
+        directions = self._directions(table)
+        for column in table.chance:
+            if directions.get(column) == LOWER:
+                raise BadInput(
+                    f"{place}: chance.{column}: runs above a chance level have learnt, but of "
+                    f"{table.metric_of(column)} lower is better; leave it out"
+                )
+        for name, columns in table.means.items():
+            if {HIGHER, LOWER} <= {directions.get(column) for column in columns}:
+                raise BadInput(
+                    f"{place}: means.{name} averages metrics of which higher is better and "
+                    "metrics of which lower is better; give each kind a mean of its own"
+                )
+
+    def _directions(self, table: ScoreTable) -> dict[str, int]:
+        """HIGHER or LOWER by column of a table, as far as known."""
+        directions = {}
+        for job in self.runs(table.stage, table.where):
+            own = job.levels.get(table.columns)
+            for column in self.study.columns(table) if own is None else [own]:
+                metric = table.metric_of(column).rpartition(".")[2]
+                if metric in (known := _scores(job)):
+                    directions[column] = known[metric]
+        return directions
+
+    def _directions_of(self, claim: Claim) -> set[int]:
+        """HIGHER, LOWER or both: what is better of the scores that a claim compares."""
+        table = self.study.table(claim.table)
+        directions, own = self._directions(table), claim.better.get(table.columns)
+        return {better for column, better in directions.items() if own in (None, column)}
+
+    def _check_levels(self, stage: str) -> None:
+        """Refuse seeds that are one run."""
+        random = {SEED, *(self.study.registration.seeds if self.study.registration else ())}
+        for factor, one, other in self._same(stage):
+            if factor in random:
+                raise BadInput(
+                    f"stages.{stage}.vary.{factor}: {one} and {other} have the same settings, so "
+                    "they are one run, and not two"
+                )
+
+    def _same(self, stage: str) -> Iterator[tuple[str, str, str]]:
+        """The levels of a stage that change nothing: (factor, one level, another with the same
+        runs). Each is named once."""
+        jobs = self._staged[stage].values()
+        for factor in self.study.factors(stage):
+            runs: dict[str, dict[tuple[str, ...], str]] = {}  # by level: keys by other levels
+            for job in jobs:
+                others = tuple(v for name, v in job.levels.items() if name != factor)
+                runs.setdefault(job.levels[factor], {})[others] = job.key
+            first: dict[tuple[tuple[tuple[str, ...], str], ...], str] = {}
+            for level, keys in runs.items():
+                one = first.setdefault(tuple(sorted(keys.items())), level)
+                if one != level:
+                    yield factor, one, level
 
     def _check_curves(self, curves: Curves) -> None:
         """Refuse a number of the log that no run, or no run of the panel that it is for, will
@@ -268,6 +348,11 @@ class Plan:
             levels = {factor: level for factor, level in side.items() if factor != METRIC}
             return {job.key for job in self.runs(table.stage, {**table.where, **levels})}
 
+        if len(self._directions_of(claim)) > 1:
+            raise BadInput(
+                f"claim {claim.text!r} is about metrics of which higher is better and metrics of "
+                "which lower is better; make two claims of it"
+            )
         better, than = keys(claim.better), keys(claim.than)
         same = better == than and claim.better.get(METRIC) == claim.than.get(METRIC)
         if better and same and not table.minus:
@@ -502,11 +587,12 @@ def _dropout(job: Job) -> dict[str, Any]:
     return {name: model[name] for name in DROPOUT if name in model}
 
 
-def _scores(job: Job) -> Collection[str]:
-    """The metrics of a run; those that a command leaves in its result are not known."""
+def _scores(job: Job) -> Mapping[str, int]:
+    """The metrics of a run, each HIGHER or LOWER; those that a command leaves in its result are not
+    known."""
     recipe = job.recipe or {}
     pairs = recipe.get("masking", {}).get("pair_weight", 0) > 0
-    return kind_of(recipe["head"], pairs).metrics if recipe else ()
+    return kind_of(recipe["head"], pairs).metrics if recipe else {}
 
 
 def _check_scores(place: str, jobs: Sequence[Job], metric: str, logged: Sequence[str] = ()) -> None:

@@ -32,6 +32,7 @@ SCRIPTS = ("preprocess.py", "train.py", "evaluate.py")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)  # they end a study at its next poll
 POLL = 0.2  # seconds
 MINUTE = 60.0  # seconds between two progress lines in a log
+WARNINGS = "warnings.txt"  # what a command warned of, beside its kept result
 AGAIN = 30.0  # seconds after which the end of a job lets the time left be estimated again
 LATER = 300.0  # seconds after which it is estimated again in any case
 # The imports of the fork server. It must be single-threaded and must not have initialized a device
@@ -508,9 +509,9 @@ def last_words(job: Job, status: int) -> str:
 
 
 def warnings_of(job: Job) -> list[str]:
-    """The warnings in the log of a command, such as that its tokenizer does not know the text. []
-    for a run, or if the log is gone."""
-    log = log_of(job)
+    """The warnings in the log of a command, such as that its tokenizer does not know the text, or
+    those that were kept with its result. [] for a run, or if the log is gone."""
+    log = log_of(job) if log_of(job).is_file() else job.path / WARNINGS
     if job.recipe is not None or not log.is_file():
         return []
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -26,9 +26,9 @@ from xformer.analysis.drawing import plus_minus
 from xformer.config import toml_text
 from xformer.data import style
 from xformer.data.errors import typed
-from xformer.data.files import make_directory, read_json, write_text
+from xformer.data.files import make_directory, write_text
 from xformer.study import dotplot, headline
-from xformer.study.claims import Verdict, sides, verdicts, words_of
+from xformer.study.claims import Verdict, verdicts, words_of
 from xformer.study.figures import curves_figure, table_figure
 from xformer.study.forecast import Forecast
 from xformer.study.notes import Notes
@@ -36,12 +36,12 @@ from xformer.study.plan import Job, Plan
 from xformer.study.pool import Outcome, warnings_of
 from xformer.study.resampling import EXAMPLES, Shares, claim_records, random_factors, variances
 from xformer.study.results import (
-    AGAIN,
     Cell,
     Line,
     Panel,
     Results,
     Sample,
+    made_again,
     mean_line,
     state_of,
     write_csv,
@@ -177,7 +177,7 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     """The report of a study as far as it is finished, to be written into a directory."""
     study, plan = results.study, results.plan
     notes, shares = Notes(Forecast(plan)), Shares(results)
-    again = read_json(directory / AGAIN) if (directory / AGAIN).exists() else {}
+    again = made_again(plan, directory)
     every = verdicts(results)
     if study.registration and (changed := len(again.keys() & plan.jobs.keys())):
         note = f"; runs that were made again because their key changed: {changed}"
@@ -198,7 +198,7 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
         study.title,
         study.question,
         study.paper,
-        (*map(typed, notes.notes), *(f"{line}." for line in plan.mixed()), *_warnings(plan)),
+        (*map(typed, notes.notes), *(f"{line}." for line in plan.remarks()), *_warnings(plan)),
         sections,
         every,
         records,
@@ -391,7 +391,7 @@ def _bootstrap(verdict: Verdict, shares: Shares) -> str:
     digits, texts = verdict.table.digits, []
     against = f"p against {verdict.margin:g}:" if verdict.margin else "p"
     for level, *_ in verdict.parts:
-        pairs = shares.pairs(verdict.table, *sides(verdict.claim, level))
+        pairs = shares.pairs(verdict.table, *verdict.claim.sides(level))
         drawn = shares.bootstrap([*pairs.values()], verdict.margin)
         if isinstance(drawn, str):
             texts.append(f"{level} no interval, {drawn}".lstrip())

@@ -17,7 +17,7 @@ import numpy as np
 
 from xformer.config import flat
 from xformer.predictions import FOLDER, read
-from xformer.study.claims import Verdict, published_difference, sides
+from xformer.study.claims import Verdict, published_difference
 from xformer.study.plan import Job
 from xformer.study.results import Replicate, Results, mean_of
 from xformer.study.spec import SEED, Levels, ScoreTable, Study
@@ -129,7 +129,7 @@ def claim_records(shares: Shares, every: Sequence[Verdict]) -> list[dict[str, An
     records = []
     for verdict in every:
         levels = [level for level, *_ in verdict.parts]
-        pairs = [shares.pairs(verdict.table, *sides(verdict.claim, level)) for level in levels]
+        pairs = [shares.pairs(verdict.table, *verdict.claim.sides(level)) for level in levels]
         terms = [[shares.terms(pair) for pair in of_part.values()] for of_part in pairs]
         hours = _hours(shares, {key for part in terms for pair in part for _, key, *_ in pair})
         for (level, difference, _), of_part in zip(verdict.parts, terms, strict=True):

@@ -33,13 +33,14 @@ from xformer.data.files import (
     file_checksum,
     json_text,
     make_directory,
+    read_json,
     read_run_json,
     write_bytes,
 )
 from xformer.monitor import events
 from xformer.predictions import FOLDER, read
 from xformer.study.plan import UNPACKED, Job, Plan
-from xformer.study.pool import Outcome
+from xformer.study.pool import WARNINGS, Outcome, warnings_of
 from xformer.study.spec import (
     METRIC,
     RESERVED,
@@ -60,7 +61,7 @@ RESAMPLES = 10_000
 ROUNDING = 5e-4  # of a score at chance
 CONFIG = "config.json"
 OF_A_RUN = ("result.json", CONFIG, RUN_MANIFEST, "log.jsonl", "code.diff")
-AGAIN = "again.json"  # beside a report: why runs were made again, by key
+AGAIN = "again.json"  # beside a report, and kept: why runs were made again, by key
 KEY = "key"  # the member that says which job it is
 WEIGHTS = "model.sha256"  # in the form of the command sha256sum
 ENDED = "ended.txt"  # when a command wrote its result, in seconds since 1970; a run has a log
@@ -525,6 +526,19 @@ def reruns(todo: Iterable[Job], directory: Path) -> dict[str, str]:
     return why
 
 
+def again_files(plan: Plan, directory: Path) -> list[Path]:
+    """Where it is written why runs were made again: in the directory of the report, and beside the
+    kept results if there are any."""
+    kept = [] if plan.kept is None else [plan.kept / f"{directory.name}.{AGAIN}"]
+    return [directory / AGAIN, *kept]
+
+
+def made_again(plan: Plan, directory: Path) -> dict[str, str]:
+    """Why runs were made again, by key."""
+    files = [file for file in again_files(plan, directory) if file.exists()]
+    return {key: why for file in files for key, why in read_json(file).items()}
+
+
 # ----------------------------------------------------------------------------------- kept results
 
 
@@ -608,6 +622,8 @@ class Ledger:
             members[WEIGHTS] = line
         if job.recipe is None:
             members[ENDED] = f"{job.proof.stat().st_mtime:.0f}\n".encode()
+            if lines := warnings_of(job):
+                members[WARNINGS] = "\n".join([*lines, ""]).encode()
         name = CONFIG if job.recipe is not None else job.proof.relative_to(job.path).as_posix()
         if name in members:
             self._forget_places(members, name)

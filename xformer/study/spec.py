@@ -22,12 +22,15 @@ import tomllib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
+from inspect import getdoc
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic.fields import FieldInfo
 
 from xformer.config import (
     SHORT,
@@ -38,12 +41,21 @@ from xformer.config import (
     merge,
     nearest,
     read_recipe,
+    type_and_default,
     validate,
+    wrapped,
 )
 from xformer.data.errors import BadInput, typed
 from xformer.recipe import Recipe
 
-Levels = dict[str, str]  # {factor: level}
+
+def _level(value: Any) -> Any:
+    """The name of a level that is given as a number, such as seed = 0."""
+    return str(value) if isinstance(value, int | float) else value
+
+
+Level = Annotated[str, BeforeValidator(_level)]
+Levels = dict[str, Level]  # {factor: level}
 METRIC = "metric"  # stands for the columns of a table whose columns are not a factor
 SEED = "seed"  # the factor over whose levels scores are compared in pairs
 # columns of results.csv, before and after those of the factors
@@ -56,55 +68,55 @@ PLACE = re.compile(r"\{(need|made|stage)\.([\w-]+)(?:\(([\w-]+)=([^(){}]+)\))?\}
 class Need(Settings):
     """Something that the user brings."""
 
-    # What it is.
     about: str
-    # How to get it.
+    """What it is."""
     get: str = ""
-    # Where it is, unless the command line says needs.NAME=PATH.
+    """How to get it."""
     path: str = ""
+    """Where it is, unless the command line says needs.NAME=PATH."""
 
 
 class Made(Settings):
     """Something made from the needs before any run."""
 
-    # The arguments of `python`; `{out}` is where the result goes.
     command: tuple[str, ...] = ()
-    # Instead of a command: the name of another [made], of which this one is an alias.
+    """The arguments of `python`; `{out}` is where the result goes."""
     same: str = ""
+    """Instead of a command: the name of another [made], of which this one is an alias."""
 
 
 class Stage(Settings):
     """Runs that differ by the levels of their factors."""
 
-    # The recipe that train.py runs: a path relative to the study file, or a name.
     recipe: str = ""
-    # Instead of a recipe: the arguments of `python`; `{out}` is its directory.
+    """The recipe that train.py runs: a path relative to the study file, or a name."""
     command: tuple[str, ...] = ()
-    # Processes (ranks) of each run of a recipe, started by torchrun.
+    """Instead of a recipe: the arguments of `python`; `{out}` is its directory."""
     processes: int = Field(1, ge=1)
-    # The JSON file of `metrics` that a command writes into the directory `{out}`. The study makes
-    # that directory first.
+    """Processes (ranks) of each run of a recipe, started by torchrun."""
     result: str = "result.json"
-    # Settings of every run, which override the recipe's. In a command, a setting takes the place of
-    # {KEY}; without such a place it is added as KEY=VALUE.
+    """The JSON file of `metrics` that a command writes into the directory `{out}`. The study makes
+    that directory first."""
     settings: dict[str, Any] = Field({})
-    # Factors, each with its levels and their settings. A plain list holds values of the key that
-    # has the factor's name.
+    """Settings of every run, which override the recipe's. In a command, a setting takes the place
+    of {KEY}; without such a place it is added as KEY=VALUE."""
     vary: dict[str, dict[str, dict[str, Any]] | list[Any]] = Field({})
-    # Combinations to leave out. {task = "cola"} leaves out all combinations with this level.
+    """Factors, each with its levels and their settings. A plain list holds values of the key that
+    has the factor's name."""
     without: tuple[Levels, ...] = ()
+    """Combinations to leave out. {task = "cola"} leaves out all combinations with this level."""
 
 
 class Published(Settings):
     """A table as the paper prints it."""
 
-    # Paper and table.
     source: str
-    # Names of its columns. One that is a level of the table's column factor is shown next to
-    # that level.
+    """Paper and table."""
     columns: tuple[str, ...]
-    # Its numbers by row; "" if the paper has none.
+    """Names of its columns. One that is a level of the table's column factor is shown next to that
+    level."""
     rows: dict[str, tuple[float | str, ...]]
+    """Its numbers by row; "" if the paper has none."""
 
     def number(self, row: str, column: str) -> float | None:
         """The number in a row and column; None if there is none."""
@@ -138,10 +150,13 @@ class Shown(Settings):
 
     kind: ClassVar[str]
     name: str
+    """A name of its own, by which files and other parts of the study call it."""
     title: str
+    """Its heading in the report."""
     stage: str
-    # Only the runs at these levels.
+    """The stage whose runs it shows."""
     where: Levels = Field({})
+    """Only the runs at these levels."""
 
     def factors(self) -> tuple[str, ...]:
         """The factors that it is laid out by."""
@@ -153,32 +168,34 @@ class ScoreTable(Shown):
 
     kind = "table"
     rows: str
-    # A factor. Or "metric", which makes a column for each name in `metric`.
+    """A factor of the stage."""
     columns: str
-    # Name of the metric, or one for each column. "train.loss" names the split too; train stands for
-    # the last training line of the log. "valid+valid_mismatched.accuracy" is the mean over two
-    # splits.
+    """Another factor. Or "metric", which makes a column for each name in `metric`."""
     metric: str | dict[str, str] = "accuracy"
-    # The split that is scored.
+    """Name of the metric, or one for each column. "train.loss" names the split too; train stands
+    for the last training line of the log. "valid+valid_mismatched.accuracy" is the mean over two
+    splits."""
     split: str = "test"
-    # Show 100 times the score, as the papers do.
+    """The split that is scored."""
     percent: bool = True
-    # A stage whose scores are subtracted, each at the same levels of its factors.
+    """Show 100 times the score, as the papers do."""
     minus: str = ""
-    # What a cell is: the mean over runs, or their standard deviation.
+    """A stage whose scores are subtracted, each at the same levels of its factors."""
     show: Literal["mean", "deviation"] = "mean"
-    # Also show the maximum, because some papers report no mean: over the runs ("run"), or over all
-    # validations of all runs ("epoch"). If the split is not valid, "epoch" means "run".
+    """What a cell is: the mean over runs, or their standard deviation."""
     best: Literal["none", "run", "epoch"] = "none"
-    # Further columns, each the mean of some columns, taken within each seed.
+    """Also show the maximum, because some papers report no mean: over the runs ("run"), or over all
+    validations of all runs ("epoch"). If the split is not valid, "epoch" means "run"."""
     means: dict[str, tuple[str, ...]] = Field({})
-    # The chance level of a column: the majority-class share, or for a correlation over n rows its
-    # 95 % quantile under independence, 1.64 / sqrt(n). Runs that are not above it are counted,
-    # because fine-tuning on small sets often fails (Mosbach et al. 2021). An accuracy must exceed
-    # it by 1.64 standard errors if predictions are kept. If every column has a chance level and
-    # every run of a claim is at chance, the claim stays undecided.
+    """Further columns, each the mean of some columns, taken within each seed."""
     chance: dict[str, float] = Field({})
+    """The chance level of a column: the majority-class share, or for a correlation over n rows its
+    95 % quantile under independence, 1.64 / sqrt(n). Runs that are not above it are counted,
+    because fine-tuning on small sets often fails (Mosbach et al. 2021). An accuracy must exceed it
+    by 1.64 standard errors if predictions are kept. If every column has a chance level and every
+    run of a claim is at chance, the claim stays undecided."""
     published: Published | None = None
+    """The paper's table, as [tables.published]."""
 
     def factors(self) -> tuple[str, ...]:
         return (self.rows,) if self.columns == METRIC else (self.rows, self.columns)
@@ -217,12 +234,14 @@ class Summary(Settings):
     """Count, mean, deviation, extremes and quartiles of a table's cells by row, or by column."""
 
     title: str
-    # Name of the table.
+    """Its heading in the report."""
     table: str
-    # Its row factor, or its column factor.
+    """Name of the table."""
     by: str
-    # Its columns: count, mean, std, min, 25%, 50%, 75%, max.
+    """Its row factor, or its column factor."""
     published: Published | None = None
+    """The paper's table, as [summaries.published], with some of the columns count, mean, std, min,
+    25%, 50%, 75% and max."""
 
 
 class Curves(Shown):
@@ -232,12 +251,14 @@ class Curves(Shown):
 
     kind = "curves"
     panels: str
+    """The factor with a panel for each level."""
     lines: str
-    # A number of the log's training lines.
+    """The factor with a line for each level, which may be the same."""
     value: str = "loss"
-    # A number of the log's validation lines, or one for each panel. Its panels follow those of
-    # training.
+    """A number of the log's training lines."""
     validation: str | dict[str, str] = ""
+    """A number of the log's validation lines, or one for each panel. Its panels follow those of
+    training."""
 
     def factors(self) -> tuple[str, ...]:
         return self.panels, self.lines
@@ -248,8 +269,8 @@ class Picture(Shown):
     xformer.analysis."""
 
     kind = "picture"
-    # The SVG in `{out}`. If NAME-dark.svg lies beside it, dark screens show that one.
     file: str
+    """The SVG in `{out}`. If NAME-dark.svg lies beside it, dark screens show that one."""
 
 
 class Headline(Settings):
@@ -257,31 +278,41 @@ class Headline(Settings):
     also a file of its own, and the study prints it as text when it ends."""
 
     name: ClassVar[str] = "headline"  # of its files, without ending
-    # The question that the table answers.
     title: str
-    # Name of the table: every score of its first column is a dot.
+    """The question that the table answers."""
     table: str
-    # Name of the curves; empty: none.
+    """Name of the table: every score of its first column is a dot."""
     curves: str = ""
-    # What the picture calls a level of the table's rows.
+    """Name of the curves; empty: none."""
     labels: dict[str, str] = Field({})
+    """What the picture calls a level of the table's rows."""
 
 
 class Claim(Settings):
-    """A statement to test: `better` scores more than `than`, by `margin`, in `each`."""
+    """A statement to test: `better` has the higher score, by more than `margin`, in `each`."""
 
-    # The statement in words.
     text: str
-    # Name of the table whose scores decide.
+    """The statement in words."""
     table: str
+    """Name of the table whose scores decide."""
     better: Levels
+    """The levels of the side with the higher score, such as { start = "english" }. Of a loss the
+    higher number counts, too."""
     than: Levels
-    # The factor at each level of which the claim must hold; empty: on average.
+    """The levels of the other side. Both must name the same factors, and `metric` if the table's
+    columns are metrics."""
     each: str = ""
-    # By how much, in the units of the metric. A negative margin makes it a non-inferiority claim.
+    """The factor at each level of which the claim must hold; empty: on average."""
     margin: float = 0.0
-    # Instead: both score the same, up to the margin in either direction.
+    """By how much, in the units of the metric. A negative margin makes it a non-inferiority
+    claim."""
     tie: bool = False
+    """Instead: both score the same, up to the margin in either direction."""
+
+    def sides(self, level: str = "") -> tuple[Levels, Levels]:
+        """The levels of `better` and of `than`, at a level of `each`."""
+        fixed = {self.each: level} if self.each else {}
+        return {**self.better, **fixed}, {**self.than, **fixed}
 
 
 class Registration(Settings):
@@ -290,14 +321,14 @@ class Registration(Settings):
     first averaged over everything else. The report shows the commit that holds each claim; a claim
     that is younger than the first result is exploratory."""
 
-    # The minimum number of levels of each random factor, for each side of a claim: seeds.seed = 5
-    # pre-trainings, seeds.draw = 2 fine-tunings of each.
     seeds: dict[str, PositiveInt]
-    # What a level of `seed` is, such as "a pre-training". The claims are about these.
+    """The minimum number of levels of each random factor, for each side of a claim: seeds.seed = 5
+    pre-trainings, seeds.draw = 2 fine-tunings of each."""
     unit: str = Field(min_length=1)
-    # The one extension that is planned, and when it is made; or "none". With an extension every p
-    # is doubled, because the claims are then tested twice.
+    """What a level of `seed` is, such as "a pre-training". The claims are about these."""
     extension: str = Field(min_length=1)
+    """The one extension that is planned, and when it is made; or "none". With an extension every p
+    is doubled, because the claims are then tested twice."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -320,21 +351,21 @@ class Registration(Settings):
 class Deviation(Settings):
     """Where a study does not do what the paper did. Reports show it below what it concerns."""
 
-    # What differs, such as "weight decay of fine-tuning".
     what: str = Field(min_length=1)
-    # What the paper did; "not said" if it does not tell.
+    """What differs, such as "weight decay of fine-tuning"."""
     paper: str = Field(min_length=1)
-    # What the study does. Its numbers are placeholders (see xformer.study.notes.Notes).
+    """What the paper did; "not said" if it does not tell."""
     ours: str = Field(min_length=1)
-    # The reason.
+    """What the study does. Its numbers are placeholders, as in `notes`."""
     why: str = Field(min_length=1)
-    # Names of the tables that it concerns.
+    """The reason."""
     tables: tuple[str, ...] = ()
-    # Names of the curves that it concerns.
+    """Names of the tables that it concerns."""
     curves: tuple[str, ...] = ()
-    # Names of the pictures that it concerns. If tables, curves and pictures are all empty, it
-    # concerns everything.
+    """Names of the curves that it concerns."""
     pictures: tuple[str, ...] = ()
+    """Names of the pictures that it concerns. If tables, curves and pictures are all empty, it
+    concerns everything."""
 
     def cells(self) -> tuple[str, str, str, str]:
         """What a report says of it, in the order of a table's columns."""
@@ -350,8 +381,11 @@ class Study(Settings):
     """A question, the runs that answer it, and what a paper found, if it is a paper's question."""
 
     title: str
+    """The heading of the report."""
     question: str = ""
+    """What the study asks."""
     paper: str = ""
+    """The paper whose experiment it is."""
     needs: dict[str, Need] = Field({})
     made: dict[str, Made] = Field({})
     stages: dict[str, Stage]
@@ -362,14 +396,15 @@ class Study(Settings):
     headline: Headline | None = None
     claims: tuple[Claim, ...] = ()
     registration: Registration | None = None
-    # For a factor, the only levels that are kept.
-    levels: dict[str, tuple[str, ...]] = Field({})
-    # Our level, or FACTOR=LEVEL -> the published row or column that it is shown next to.
+    levels: dict[str, tuple[Level, ...]] = Field({})
+    """For a factor, the only levels that are kept."""
     like: dict[str, str] = Field({})
-    # What a reader of the results must know. Numbers are placeholders (xformer.study.notes).
+    """By level, or by FACTOR=LEVEL: the published row or column that it is shown next to."""
     notes: tuple[str, ...] = ()
-    # Where the study does not do what the paper did. Those of a scale are added to these.
+    """What a reader of the results must know. Numbers are placeholders, such as {finetune:
+    optim.lr}, which are filled in from the planned runs."""
     deviations: tuple[Deviation, ...] = ()
+    """Where the study does not do what the paper did. Those of a scale are added to these."""
     path: Path = Field(exclude=True)
     scale: str = Field("", exclude=True)
 
@@ -483,9 +518,12 @@ def _as_in_toml(line: str) -> str:
     name = line.partition("=")[0]
     if name in PARTS and line.endswith("a valid list"):
         return f"write [[{name}]] before each of them, not [{name}]"
-    if vary := re.match(r"[\w.-]+\.vary\.[^.=]+(\.[^.=]+)?=", line):
-        what = "a group of settings" if vary[1] else "a list of values, or a group of levels"
-        return f"{line.partition(': ')[0]}: give {what}"
+    if vary := re.match(r"[\w.-]+\.vary\.([^.=]+)(\.[^.=]+)?=(\[?)", line):
+        what = "give a list of values, or a group of levels"
+        if vary[2]:
+            key = f'vary."{vary[1]}{vary[2]}"'
+            what = f"write {key} = [...]" if vary[3] else "give a group of settings"
+        return f"{line.partition(': ')[0]}: {what}"
     if not (part := PART.search(line)):
         return line
     kind, one = part.groups()
@@ -567,7 +605,17 @@ def _unknown(names: Iterable[str], known: Collection[str]) -> Iterator[str]:
     """A line for each of the names that is not known."""
     for name in names:
         if name not in known:
-            yield f"there is no {name!r}{nearest(name, sorted(known))}"
+            number = _number(name)
+            equal = [one for one in known if number is not None and _number(one) == number]
+            near = f"; did you mean {equal[0]}?" if equal else nearest(name, sorted(known))
+            yield f"there is no {name!r}{near}"
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _bad_levels(study: Study, factor: str) -> Iterator[str]:
@@ -653,6 +701,8 @@ def _bad_stage(study: Study, name: str) -> Iterator[str]:
     stage, owner = study.stages[name], dict[str, str]()
     if bool(stage.recipe) == bool(stage.command):
         yield "give either a recipe or a command"
+    if stage.command and "{out}" not in stage.model_dump_json(include={"command", "settings"}):
+        yield f"its command needs {{out}}, the directory in which it writes {stage.result}"
     for some in stage.without:
         for factor, level in some.items():
             known = map(str, stage.vary.get(factor, [level]))
@@ -703,6 +753,11 @@ def _bad_shown(study: Study, shown: Shown) -> Iterator[str]:
     lines = [*_unknown((*shown.factors(), *shown.where), factors)]
     for factor, level in shown.where.items():
         lines += _unknown([level], factors.get(factor, {level}))
+        if factor in shown.factors():
+            all_of = f"the {shown.kind} shows all levels of {factor}"
+            lines.append(f"where.{factor}: {all_of}; levels.{factor} chooses some for the study")
+    if isinstance(shown, Curves) and study.stages[shown.stage].command:
+        lines.append(f"stages.{shown.stage} is a command, which has no log")
     yield from lines
     if isinstance(shown, ScoreTable) and not lines:
         yield from _bad_table(study, shown)
@@ -742,6 +797,25 @@ def _bad_table(study: Study, table: ScoreTable) -> Iterator[str]:
             )
     if table.minus and table.best != "none":
         yield "a table of differences (minus) has no best; leave one of them out"
+    if table.published is not None:
+        yield from (f"published: {line}" for line in _bad_published(study, table, table.published))
+
+
+def _bad_published(study: Study, table: ScoreTable, published: Published) -> Iterator[str]:
+    """Numbers that no cell would show because of a misspelt name, and numbers in another unit."""
+    vary = study.stages[table.stage].vary
+    every = {table.columns: [*table.means, *vary.get(table.columns, table.metric)]}
+    every |= {table.rows: [*vary.get(table.rows, ())]}
+    for factor, names in ((table.rows, published.rows), (table.columns, published.columns)):
+        ours = {study.stands_for(factor, str(level)) for level in every[factor]}
+        for name in names:
+            left = [one for one in sorted(ours - set(names)) if not name.startswith(one)]
+            if name not in ours and (near := get_close_matches(name, left, 1, cutoff=0.8)):
+                yield f"it has {name!r} for {near[0]}; rename it, or say like.{near[0]} = {name!r}"
+    numbers = [n for row in published.rows.values() for n in row if isinstance(n, float)]
+    of_scores = table.percent and table.show == "mean" and not table.minus
+    if of_scores and any(numbers) and all(abs(number) <= 1 for number in numbers):
+        yield f"the table shows percent: give {100 * max(numbers):g} instead of {max(numbers):g}"
 
 
 def _bad_summary(study: Study, summary: Summary) -> Iterator[str]:
@@ -765,7 +839,10 @@ def _bad_claim(study: Study, claim: Claim) -> Iterator[str]:
     each = [claim.each] if claim.each else []
     lines = [*_unknown(dict.fromkeys((*claim.better, *claim.than, *each)), levels)]
     for factor, level in (pair for side in sides for pair in side.items()):
-        lines += _unknown([level], levels.get(factor, (level,)))
+        if factor == table.columns and level in table.means:
+            lines.append(f"{level} is a mean of columns, which no claim can name")
+        else:
+            lines += _unknown([level], levels.get(factor, (level,)))
     needed = study.registration.seeds if study.registration is not None else {}
     if study.registration is not None:
         lines += (f"registration.seeds: {line}" for line in _unknown([SEED], needed))
@@ -793,14 +870,41 @@ def _bad_claim(study: Study, claim: Claim) -> Iterator[str]:
         )
     if claim.better == claim.than or claim.each in {**claim.better, **claim.than}:
         yield "it compares a level with itself"
-    for (factor, number), side in product(needed.items(), sides):
-        have = len(seeds_of(study, table, side, factor))
-        if have < number:
-            fixed = [level for name, level in side.items() if name != METRIC]
-            yield (
-                f"registration.seeds.{factor}={number}, but {', '.join(fixed) or 'one side'} has "
-                f"{have} levels of it"
-            )
+    elif needed and SEED in (table.rows, table.columns, claim.each):
+        yield f"its scores are paired by {SEED}, which therefore cannot be rows, columns or each"
+    else:
+        yield from _bad_seeds(study, table, claim, needed)
+
+
+def _bad_seeds(
+    study: Study, table: ScoreTable, claim: Claim, needed: dict[str, int]
+) -> Iterator[str]:
+    """The first factor that has too few levels: fewer than registered on one side, or fewer on both
+    sides at once, where scores are paired by it. Without a registration some level of `each` must
+    have a pair."""
+    paired = replicate_factors(study, table, (*claim.better, claim.each))
+    levels = study.levels_of(table).get(claim.each, ("",))
+    pairs = dict.fromkeys(paired, 0)
+    for level, factor in product(levels, dict.fromkeys((*needed, *paired))):
+        number, sides = needed.get(factor, 0), claim.sides(level)
+        have = [seeds_of(study, table, side, factor) for side in sides]
+        for side, some in zip(sides, have, strict=True):
+            if len(some) < number:
+                at = ", ".join(one for name, one in side.items() if name != METRIC) or "one side"
+                yield f"registration.seeds.{factor}={number}, but {at} has {len(some)} levels of it"
+                return
+        if factor in paired:
+            both = len(have[0] & have[1])
+            pairs[factor] = max(pairs[factor], both)
+            if both < number:
+                at = f"at {level} " if level else ""
+                yield (
+                    f"registration.seeds.{factor}={number}, but {at}only {both} levels of it have "
+                    "both sides"
+                )
+                return
+    for factor in (factor for factor, both in pairs.items() if not both):
+        yield f"no {factor} has both sides, so no two scores can be compared"
 
 
 def replicate_factors(study: Study, table: ScoreTable, fixed: Collection[str]) -> list[str]:
@@ -832,10 +936,14 @@ def _unpaired(study: Study, table: ScoreTable, claim: Claim) -> str:
 
 
 def seeds_of(study: Study, table: ScoreTable, side: Levels, factor: str) -> set[str]:
-    """The levels of a random factor at which a table has runs for one side of a claim."""
-    wanted = {name: level for name, level in side.items() if name != METRIC}
-    every = study.combinations(table.stage)
-    return {levels.get(factor, "") for levels in every if wanted.items() <= levels.items()}
+    """The levels of a random factor at which a table has runs for one side of a claim, and the
+    runs that it subtracts from them."""
+    wanted = {f: level for f, level in {**table.where, **side}.items() if f != METRIC}
+    every = [at for at in study.combinations(table.stage) if wanted.items() <= at.items()]
+    if table.minus:
+        less, bases = study.factors(table.minus), [*study.combinations(table.minus)]
+        every = [at for at in every if {name: at[name] for name in less} in bases]
+    return {at.get(factor, "") for at in every}
 
 
 def _twice(names: Iterable[str]) -> str:
@@ -843,7 +951,31 @@ def _twice(names: Iterable[str]) -> str:
     return next((name for name, number in Counter(names).items() if number > 1), "")
 
 
-# --------------------------------------------------------------------------- settings of a run
+# ------------------------------------------------------------------------------- help and settings
+
+
+def keys_text() -> str:
+    """What `python -m xformer.study keys` prints: every key of a study file."""
+    lines = [(__doc__ or "").strip(), ""]
+    own = [name for name, field in Study.model_fields.items() if field.description]
+    for name in own:
+        lines += key_lines(name, Study.model_fields[name])
+    parts: dict[str, type[Settings]] = {
+        f"[{name}.NAME]" if name in ("needs", "made", "stages") else f"[[{name}]]": part
+        for name, part in PARTS.items()
+    }
+    parts |= {"[tables.published]": Published, "[headline]": Headline}
+    parts |= {"[registration]": Registration}
+    for place, part in parts.items():
+        lines += ["", place, *wrapped(getdoc(part), 0)]
+        for name in part.model_fields:
+            lines += key_lines(name, part.model_fields[name])
+    return "\n".join(lines)
+
+
+def key_lines(name: str, field: FieldInfo) -> list[str]:
+    """The lines of help for one key."""
+    return [f"  {name}: {type_and_default(field)}", *wrapped(field.description, 6)]
 
 
 def with_levels(text: str, levels: Levels) -> str:
