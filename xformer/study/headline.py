@@ -11,7 +11,7 @@ from xformer.analysis import drawing
 from xformer.data import style
 from xformer.study.claims import Verdict
 from xformer.study.notes import listed
-from xformer.study.results import Cell, Panel, Results
+from xformer.study.results import Cell, Line, Panel, Results
 from xformer.study.spec import METRIC, Headline, ScoreTable
 from xformer.study.statistics import LEVEL
 
@@ -26,17 +26,21 @@ def rows(results: Results, headline: Headline) -> list[tuple[str, Cell]]:
 
 
 def draw(results: Results, headline: Headline) -> Any:
-    """A figure with the curves, if the headline has any, and the scores of all runs beside them."""
+    """A figure with the curves, if the headline has any, and the scores of all runs beside them. If
+    the panels of the curves are the columns of the table, only that of the first column is
+    drawn."""
     table = results.study.table(headline.table)
+    columns = results.study.columns(table)
     curves = next((c for c in results.study.curves if c.name == headline.curves), None)
     panels = results.panels(curves) if curves is not None else []
+    panels = [panel for panel in panels if panel.name == columns[0] or panel.name not in columns]
     figure = style.new_figure(11 if panels else 7, 3.6)
     widths = [1, 1.9] if panels else [1]
     *left, right = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
     shown = rows(results, headline)
     if panels and curves is not None:
         _curve(left[0], panels, curves.title, [cell.row for _, cell in shown])
-    _dots(right, shown, table, results.study.columns(table))
+    _dots(right, shown, table, columns)
     right.set_title(headline.title)
     return figure
 
@@ -44,14 +48,19 @@ def draw(results: Results, headline: Headline) -> Any:
 def _curve(axes: Any, panels: list[Panel], title: str, rows: list[str]) -> None:
     """The curves of training as lines, and those of validation as dots. Of several curves, one that
     has the name of a row of the table has its colour."""
-    names = list(dict.fromkeys((panel.name, line.name) for panel in panels for line in panel.lines))
+    several = len({panel.name for panel in panels}) > 1
+
+    def name(panel: Panel, line: Line) -> tuple[str, str]:
+        return panel.name if several else "", line.name
+
+    names = list(dict.fromkeys(name(panel, line) for panel in panels for line in panel.lines))
     others = [own for own in names if own[0] or own[1] not in rows]
     values = dict.fromkeys(panel.value.removeprefix("validation ") for panel in panels)
     for panel in panels:
         validation = panel.value.startswith("validation")
         look = {"ls": "none", "marker": "o", "ms": 5, "zorder": 3} if validation else {"lw": 1.4}
         for line in panel.lines:
-            own = (panel.name, line.name)
+            own = name(panel, line)
             words = ("validation" if validation else "training", *(own if len(names) > 1 else ()))
             label = drawing.plain(" ".join(filter(None, words)))
             number = len(rows) + others.index(own) if own in others else rows.index(line.name)
@@ -59,7 +68,7 @@ def _curve(axes: Any, panels: list[Panel], title: str, rows: list[str]) -> None:
             axes.plot(line.x, line.mean, color=colour, label=label, **look)
     axes.set(xlabel="step", ylabel=" and ".join(values))
     axes.set_title(title)
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2}
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2, "fontsize": 8}
     axes.legend(**(below if len(names) > 1 else {}))
 
 
@@ -94,7 +103,8 @@ def _dots(
     seeds = listed(len(cell.sample.scores) for _, cell in shown if cell.sample is not None)
     unit = ", %" if table.percent else ""
     what = f"dots: {seeds} seeds; diamonds: their mean and its {LEVEL:.0%} interval"
-    axes.set_xlabel(f"{_metric(table, columns)}{unit}   ({what})")
+    gap = "\n" if columns[1:] else "   "
+    axes.set_xlabel(f"{_metric(table, columns)}{unit}{gap}({what})")
 
 
 def _metric(table: ScoreTable, columns: Sequence[str]) -> str:
