@@ -220,7 +220,7 @@ title = "title {evil}"
 question = "?"
 paper = "paper {evil}"
 [stages.stop]
-command = ["-c", "import sys; sys.exit('cannot stop ' + sys.argv[1])", "{{word}}"]
+command = ["-c", "import sys; sys.exit('cannot stop ' + sys.argv[1])", "{{word}}", "{{out}}"]
 vary.word = {{ "{evil}" = {{}} }}
 [scales.mini]
 """
@@ -419,11 +419,15 @@ paper = "p"
 [scales.mini]
 {part}
 """
-STAGE = '[stages.{name}]\ncommand = ["-c", "pass"]\nresult = "{result}"\nvary.seed = ["0"]\n'
+STAGE = (
+    '[stages.{name}]\ncommand = ["-c", "pass", "{{{{out}}}}"]\nresult = "{result}"\n'
+    'vary.seed = ["0"]\n'
+)
 PLAIN = STAGE.format(name="a", result="r.json")
 SHOWS = {
-    "curves": f'{PLAIN}[[curves]]\nname = "{{name}}"\ntitle = "t"\nstage = "a"\npanels = "seed"\n'
-    'lines = "seed"\n',
+    "curves": '[needs.d]\nabout = "x"\n[stages.a]\nrecipe = "pretrain/smoke"\nvary.seed = [0]\n'
+    'settings.data = "{{need.d}}"\n[[curves]]\nname = "{name}"\ntitle = "t"\nstage = "a"\n'
+    'panels = "seed"\nlines = "seed"\n',
     "pictures": f'{PLAIN}[[pictures]]\nname = "{{name}}"\ntitle = "t"\nstage = "a"\n'
     'file = "f.svg"\n',
     "tables": f'{PLAIN}[[tables]]\nname = "{{name}}"\ntitle = "t"\nstage = "a"\nrows = "seed"\n'
@@ -467,7 +471,7 @@ def test_a_picture_needs_no_dark_one(tmp_path: Path, forks: Forks) -> None:
         "(o / 'f.svg').write_text('<svg/>'); "
         "(o / 'r.json').write_text(json.dumps({'metrics': {'test': {'loss': 1.0}}}))"
     )
-    part = SHOWS["pictures"].format(name="shown").replace('"pass"', f'"{draws}", "{{out}}"')
+    part = SHOWS["pictures"].format(name="shown").replace('"pass"', f'"{draws}"')
     (tmp_path / "study.toml").write_text(OUTSIDE.format(part=part))
     line: list[str | Path] = [
         "-m",

@@ -230,7 +230,9 @@ def test_a_report_shows_margin_power_and_commit(file: Path, tmp_path: Path) -> N
 
 def test_a_claim_with_too_few_seeds_is_refused(file: Path) -> None:
     file.write_text(file.read_text().replace("seeds.seed = 2", "seeds.seed = 3"))
-    with pytest.raises(BadInput, match=r"registration\.seeds\.seed=3, but pretrained has 2 levels"):
+    with pytest.raises(
+        BadInput, match=r"registration\.seeds\.seed=3, but pretrained, low has 2 levels"
+    ):
         read_study(file, "mini")
     for seeds in ("seeds.draw = 1", "seeds = {}"):
         file.write_text(re.sub(r"^seeds\b.*", seeds, file.read_text(), flags=re.MULTILINE))

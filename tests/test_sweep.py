@@ -399,7 +399,7 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path, forks: Forks) -> None
     assert ended.status == 2
     lines = ended.err.splitlines()
     assert [line.removeprefix(f"error: {path}: ") for line in lines] == [
-        "title must be given: title=...",
+        "title must be given",
         "question=3: input should be a valid string",
         "unknown key titel; did you mean title?",
         "{need.dat}: there is no 'dat'; did you mean data?",
