@@ -550,8 +550,8 @@ def test_the_keys_of_a_study_file_are_listed() -> None:
     for part in parts:
         for name, field in part.model_fields.items():
             assert field.description, name
-            assert f"\n  {name}: " in text
-    assert "\n[[claims]]\nA statement to test" in text
+            assert f"\n    {name}: " in text
+    assert "\n[[claims]]: A statement to test" in text
 
 
 def test_an_unknown_scale_names_those_there_are(file: Path) -> None:

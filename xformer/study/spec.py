@@ -967,7 +967,7 @@ def keys_text() -> str:
     parts |= {"[tables.published]": Published, "[headline]": Headline}
     parts |= {"[registration]": Registration}
     for place, part in parts.items():
-        lines += ["", place, *wrapped(getdoc(part), 0)]
+        lines += ["", *wrapped(f"{place}: {getdoc(part)}", 0), ""]
         for name in part.model_fields:
             lines += key_lines(name, part.model_fields[name])
     return "\n".join(lines)
@@ -975,7 +975,7 @@ def keys_text() -> str:
 
 def key_lines(name: str, field: FieldInfo) -> list[str]:
     """The lines of help for one key."""
-    return [f"  {name}: {type_and_default(field)}", *wrapped(field.description, 6)]
+    return [f"    {name}: {type_and_default(field)}", *wrapped(field.description, 8)]
 
 
 def with_levels(text: str, levels: Levels) -> str:
