@@ -80,7 +80,7 @@ def wrapped(folder: Path, text: str) -> str:
 
 
 def said(why: str) -> str:
-    return f"{why}|no C++ operations ({why}): steps take up to twice as long"
+    return f"{why}|no C++ operations ({why}): steps take 1.3 to 1.6 times as long"
 
 
 Loading = Callable[[Path], tuple[native.Functions, str]]

@@ -69,7 +69,6 @@ from xformer.study.spec import (
     PARTS,
     Claim,
     Published,
-    Registration,
     ScoreTable,
     keys_text,
     read_study,
@@ -319,25 +318,10 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
         ),
         (
             'columns = "rate"',
-            'columns = "rate"\nmetric = { low = "loss", high = "f1" }',
-            "claim 'pre-training helps at every rate' is about metrics of which higher is better",
-        ),
-        (
-            'columns = "rate"',
             'columns = "rate"\nwhere.rate = "low"',
-            "table main: where.rate: the table shows all levels of rate; levels.rate chooses some",
+            "table main: where.rate: all levels of rate are shown; levels.rate chooses some",
         ),
         ('columns = "rate"', 'columns = "rate"\nwhere.seed = "0.0"', "no '0.0'; did you mean 0?"),
-        (
-            "rows.pretrained",
-            "rows.pretraind",
-            "published: it has 'pretraind' for pretrained; rename it, or say like.pretrained = ",
-        ),
-        (
-            "[50.0, 99.0]\nrows.none = [50.0, ",
-            "[0.5, 0.99]\nrows.none = [0.5, ",
-            "table main: published: the table shows percent: give 99 instead of 0.99",
-        ),
         (
             "[[claims]]",
             '[stages.look]\ncommand = ["-c", "1"]\n[[claims]]',
@@ -358,7 +342,7 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
         # mistakes of form, in the terms of the file
         ('each = "rate"', 'eahc = "rate"', "[[claims]] number 1: unknown key eahc"),
         ('table = "main"', "", "[[claims]] number 1: table must be given"),
-        ("[[claims]]", "[claims]", "write [[claims]] before each of them, not [claims]"),
+        ("[[claims]]", "[claims]", "write [[claims]], not [claims]"),
         (
             "vary.seed = [0, 1]",
             "vary.seed = 2",
@@ -368,6 +352,26 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
             "rate.low = { optim.lr = 1e-5 }",
             "rate.low = 1e-5",
             "low=1e-05: give a group of settings",
+        ),
+        (
+            "[[claims]]",
+            '[[headline]]\ntable = "x"\n[[claims]]',
+            "write [headline], not [[headline]]",
+        ),
+        (
+            'source = "Nobody',
+            'sorce = "x"\nsource = "Nobody',
+            "[[tables]] number 1: unknown key published.sorce; did you mean published.source?",
+        ),
+        (
+            "[[claims]]",
+            '[headline]\ntitle = "x"\ntable = "main"\ntitel = "x"\n[[claims]]',
+            "[headline]: unknown key titel; did you mean title?",
+        ),
+        (
+            'columns = "rate"',
+            'columns = "metric"\nmetric = {}',
+            "metric is empty; give metric.NAME=",
         ),
         ("vary.seed", "vray.seed", "[stages.finetune]: unknown key vray; did you mean vary?"),
         ("rows.none = [50.0, ", "rows.none = 50.0 #", "none=50.0: give a list, such as [50.0]"),
@@ -520,6 +524,14 @@ def test_no_claim_names_a_mean_of_columns(file: Path, tmp_path: Path) -> None:
         plan_of(changed(file, pairs, sides), tmp_path)
 
 
+def test_a_claim_about_scores_and_losses_is_refused(file: Path, tmp_path: Path) -> None:
+    """On average over columns of both kinds. With `each` every column has a test of its own."""
+    both = 'columns = "rate"', 'columns = "rate"\nmetric = { low = "loss", high = "f1" }'
+    assert len(plan_of(changed(file, both), tmp_path).remarks()) == 1
+    with pytest.raises(BadInput, match="is about metrics of which higher is better and metrics of"):
+        plan_of(changed(file, ('each = "rate"', "")), tmp_path)
+
+
 def test_levels_that_change_nothing_are_pointed_out(file: Path, tmp_path: Path) -> None:
     """A task whose store does not depend on its name gives equal columns. The listing, the line
     before the runs and the report say so."""
@@ -538,15 +550,40 @@ def test_a_claim_about_a_loss_is_pointed_out(file: Path, tmp_path: Path) -> None
     )
     (line,) = plan.remarks()
     assert line == (
-        "in the claim 'pre-training helps at every rate' `better` is the side with the higher "
-        "number, start=pretrained, although of its metric lower is better"
+        "the claim 'pre-training helps at every rate' is about a metric of which lower is better; "
+        "its side `better` (start=pretrained) is the one with the higher number"
     )
+
+
+def test_doubts_about_published_numbers_are_pointed_out(file: Path, tmp_path: Path) -> None:
+    """A misspelt name, whose numbers no cell would show, and fractions beside percent."""
+    pairs = [("rows.pretrained", "rows.pretraind"), ("[50.0, 99.0]", "[0.5, 0.99]")]
+    plan = plan_of(changed(file, *pairs, ("[50.0, ", "[0.5, ")), tmp_path)
+    assert plan.remarks() == [
+        "table main: no cell shows the published 'pretraind'; if it belongs to pretrained, say "
+        'like."pretrained" = "pretraind"',
+        "table main: no published number is above 0.99, but the table shows percent",
+    ]
+
+
+def test_a_claim_skips_levels_that_are_left_out(file: Path, data: Path, tmp_path: Path) -> None:
+    """At a level of `each` without any run, nothing is registered and nothing is missing."""
+    registration = 'registration = { seeds.seed = 2, unit = "a run", extension = "none" }'
+    left_out = 'vary.seed = [0, 1]\nwithout = [{ rate = "low" }]'
+    changed(
+        file, ("[scales.mini]", f"[scales.mini]\n{registration}"), ("vary.seed = [0, 1]", left_out)
+    )
+    plan = plan_of(file, tmp_path, data=str(data))
+    finish(plan, lambda seed, start, rate: 0.5 + (0.1 + 0.01 * int(seed)) * (start != "scratch"))
+    (verdict,) = verdicts(Results(plan))
+    assert verdict.levels == ("high",)
+    assert not verdict.early
 
 
 def test_the_keys_of_a_study_file_are_listed() -> None:
     """Every key has a description."""
     text = keys_text()
-    parts: list[type[BaseModel]] = [*PARTS.values(), Published, Registration]
+    parts: list[type[BaseModel]] = [*PARTS.values(), Published]
     for part in parts:
         for name, field in part.model_fields.items():
             assert field.description, name

@@ -252,8 +252,9 @@ def _directory(plan: Plan) -> Path:
 def _other_report(plan: Plan, directory: Path) -> list[str]:
     """A line if the directory has the report of a study with another title."""
     report = directory / "report.md"
-    title = report.read_text(encoding="utf-8").partition("\n")[0] if report.is_file() else ""
-    if title in ("", f"# {plan.study.title}"):
+    text = report.read_text(encoding="utf-8", errors="replace") if report.is_file() else ""
+    title = text.partition("\n")[0]
+    if title in ("", f"# {plan.study.title}".partition("\n")[0]):
         return []
     return [f"{directory} holds the report {title[2:]!r}, which this one replaces"]
 

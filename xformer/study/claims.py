@@ -32,7 +32,7 @@ from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.study.plan import INTERVALS, Plan
 from xformer.study.results import Results, half_width
-from xformer.study.spec import PLACE, SEED, Claim, ScoreTable, Study, seeds_of
+from xformer.study.spec import PLACE, SEED, Claim, ScoreTable, Study, levels_of_claim, seeds_of
 from xformer.study.statistics import (
     LEVEL,
     MOST,
@@ -239,7 +239,7 @@ def verdicts(results: Results) -> list[Verdict]:
 
 
 def _verdict(results: Results, claim: Claim, table: ScoreTable) -> Verdict:
-    levels = results.study.levels_of(table).get(claim.each) or ("",)  # one if tested on average
+    levels = levels_of_claim(results.study, table, claim)
     margin = claim.margin * table.scale
     test = tied_test if claim.tie else paired_test
     differences = {}
@@ -385,7 +385,7 @@ def _power(study: Study, claim: Claim) -> str:
     words."""
     assert study.registration is not None
     table = study.table(claim.table)
-    levels = study.levels_of(table).get(claim.each) or ("",)
+    levels = levels_of_claim(study, table, claim)
     pairs = min(
         len(set.intersection(*(seeds_of(study, table, side, SEED) for side in claim.sides(level))))
         for level in levels

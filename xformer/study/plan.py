@@ -44,6 +44,7 @@ from xformer.study.spec import (
     Need,
     ScoreTable,
     Study,
+    doubts,
     with_levels,
     within,
 )
@@ -208,14 +209,16 @@ class Plan:
         where = {factor: level for factor, level in table.where.items() if factor in less}
         for job in (*self.runs(table.stage, table.where), *self.runs(table.minus, where)):
             column = job.levels.get(table.columns)
+            if column is not None and column not in self.study.columns(table):
+                continue  # a column that only `minus` has
             for metric in table.metrics if column is None else [table.metric_of(column)]:
                 if job.recipe is not None:
                     yield job, metric
 
     def remarks(self) -> list[str]:
         """What a reader of the results must know: a line for each two levels that are the same
-        runs, for each claim on a metric of which lower is better, and for each stage whose runs
-        differ in a precision that nobody chose."""
+        runs, for each claim on a metric of which lower is better, for each doubt about published
+        numbers, and for each stage whose runs differ in a precision that nobody chose."""
         lines = [
             f"stages.{stage}: {factor}={one} and {factor}={other} are the same runs, because these "
             "levels have the same settings"
@@ -226,10 +229,10 @@ class Plan:
             if not claim.tie and LOWER in self._directions_of(claim):
                 higher = ", ".join(f"{f}={level}" for f, level in claim.better.items())
                 lines.append(
-                    f"in the claim {claim.text!r} `better` is the side with the higher number, "
-                    f"{higher}, although of its metric lower is better"
+                    f"the claim {claim.text!r} is about a metric of which lower is better; its "
+                    f"side `better` ({higher}) is the one with the higher number"
                 )
-        return [*lines, *self._mixed()]
+        return [*lines, *doubts(self.study), *self._mixed()]
 
     def _mixed(self) -> list[str]:
         """A line for each stage whose runs differ in a precision that nobody chose."""
@@ -296,8 +299,9 @@ class Plan:
     def _directions_of(self, claim: Claim) -> set[int]:
         """HIGHER, LOWER or both: what is better of the scores that a claim compares."""
         table = self.study.table(claim.table)
-        directions, own = self._directions(table), claim.better.get(table.columns)
-        return {better for column, better in directions.items() if own in (None, column)}
+        own = {side.get(table.columns) for side in claim.sides("")} - {None, ""}
+        directions = self._directions(table).items()
+        return {better for column, better in directions if column in own or not own}
 
     def _check_levels(self, stage: str) -> None:
         """Refuse seeds that are one run."""
@@ -348,7 +352,7 @@ class Plan:
             levels = {factor: level for factor, level in side.items() if factor != METRIC}
             return {job.key for job in self.runs(table.stage, {**table.where, **levels})}
 
-        if len(self._directions_of(claim)) > 1:
+        if claim.each != table.columns and len(self._directions_of(claim)) > 1:
             raise BadInput(
                 f"claim {claim.text!r} is about metrics of which higher is better and metrics of "
                 "which lower is better; make two claims of it"

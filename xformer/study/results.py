@@ -625,8 +625,8 @@ class Ledger:
             if lines := warnings_of(job):
                 members[WARNINGS] = "\n".join([*lines, ""]).encode()
         name = CONFIG if job.recipe is not None else job.proof.relative_to(job.path).as_posix()
-        if name in members:
-            self._forget_places(members, name)
+        for changed in {name, WARNINGS} & members.keys():
+            self._forget_places(members, changed)
         return {**members, KEY: f"{job.key}\n".encode()}
 
     def _forget_places(self, members: dict[str, bytes], name: str) -> None:

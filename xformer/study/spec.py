@@ -471,10 +471,14 @@ PARTS: dict[str, type[Settings]] = {
     "summaries": Summary,
     "curves": Curves,
     "pictures": Picture,
+    "headline": Headline,
     "claims": Claim,
+    "registration": Registration,
     "deviations": Deviation,
 }
-PART = re.compile(rf"\b({'|'.join(PARTS)})\.([\w-]+)\.")
+NAMED, ALONE = ("needs", "made", "stages"), ("headline", "registration")
+SEVERAL = tuple(part for part in PARTS if part not in ALONE)  # named ones, and lists
+PART = re.compile(rf"\b(?:({'|'.join(SEVERAL)})\.([\w-]+)|({'|'.join(ALONE)}))\.")
 
 
 @contextmanager
@@ -516,22 +520,32 @@ def _as_in_toml(line: str) -> str:
     line = re.sub(r" must be given: .*", " must be given", line)
     line = re.sub(r"(give a list, such as ).*='(.*)'", r"\1\2", line)
     name = line.partition("=")[0]
-    if name in PARTS and line.endswith("a valid list"):
-        return f"write [[{name}]] before each of them, not [{name}]"
+    if name in PARTS and "." not in name and not line.startswith("unknown key"):
+        other = f"[[{name}]]" if name in (*ALONE, *NAMED) else f"[{name}]"
+        return f"write {_form(name)}, not {other}"
     if vary := re.match(r"[\w.-]+\.vary\.([^.=]+)(\.[^.=]+)?=(\[?)", line):
         what = "give a list of values, or a group of levels"
         if vary[2]:
-            key = f'vary."{vary[1]}{vary[2]}"'
-            what = f"write {key} = [...]" if vary[3] else "give a group of settings"
+            what = "give a group of settings"
+            what += f', or write vary."{vary[1]}{vary[2]}" = [...]' if vary[3] else ""
         return f"{line.partition(': ')[0]}: {what}"
     if not (part := PART.search(line)):
         return line
-    kind, one = part.groups()
-    place = f"[[{kind}]] number {int(one) + 1}" if one.isdecimal() else f"[{kind}.{one}]"
+    kind, one = part[1] or part[3], part[2] or ""
+    place = f"[{kind}]" if kind in ALONE else f"[{kind}.{one}]"
+    if kind not in (*ALONE, *NAMED):
+        place = f"[[{kind}]] number {int(one) + 1}"
     line = line.replace(part[0], "").removesuffix("; --help lists the keys")
     if (key := line.removeprefix("unknown key ")) != line:
-        line += nearest(key, [*PARTS[kind].model_fields])
+        key, keys = key.partition(";")[0], [*PARTS[kind].model_fields]
+        keys += [f"published.{name}" for name in Published.model_fields if "published" in keys]
+        line = f"unknown key {key}{nearest(key, keys)}"
     return f"{place}: {line}"
+
+
+def _form(name: str) -> str:
+    """How the heading of a part is written."""
+    return f"[{name}]" if name in ALONE else f"[{name}.NAME]" if name in NAMED else f"[[{name}]]"
 
 
 def _checked(values: dict[str, Any]) -> Study:
@@ -701,7 +715,8 @@ def _bad_stage(study: Study, name: str) -> Iterator[str]:
     stage, owner = study.stages[name], dict[str, str]()
     if bool(stage.recipe) == bool(stage.command):
         yield "give either a recipe or a command"
-    if stage.command and "{out}" not in stage.model_dump_json(include={"command", "settings"}):
+    written = stage.model_dump_json(include={"command", "settings", "vary"})
+    if stage.command and "{out}" not in written:
         yield f"its command needs {{out}}, the directory in which it writes {stage.result}"
     for some in stage.without:
         for factor, level in some.items():
@@ -754,8 +769,8 @@ def _bad_shown(study: Study, shown: Shown) -> Iterator[str]:
     for factor, level in shown.where.items():
         lines += _unknown([level], factors.get(factor, {level}))
         if factor in shown.factors():
-            all_of = f"the {shown.kind} shows all levels of {factor}"
-            lines.append(f"where.{factor}: {all_of}; levels.{factor} chooses some for the study")
+            what = f"all levels of {factor} are shown; levels.{factor} chooses some for the study"
+            lines.append(f"where.{factor}: {what}")
     if isinstance(shown, Curves) and study.stages[shown.stage].command:
         lines.append(f"stages.{shown.stage} is a command, which has no log")
     yield from lines
@@ -783,6 +798,8 @@ def _bad_table(study: Study, table: ScoreTable) -> Iterator[str]:
         yield from lines or _unknown(study.stages[table.minus].vary, stage.vary)
     if table.rows == table.columns:
         yield f"rows and columns are both {table.rows!r}"
+    if table.metric == {}:
+        yield "metric is empty; give metric.NAME=METRIC"
     if table.columns == METRIC and isinstance(table.metric, str):
         yield f'columns="{METRIC}" needs metric.NAME=METRIC'
     elif isinstance(table.metric, dict):
@@ -797,25 +814,36 @@ def _bad_table(study: Study, table: ScoreTable) -> Iterator[str]:
             )
     if table.minus and table.best != "none":
         yield "a table of differences (minus) has no best; leave one of them out"
-    if table.published is not None:
-        yield from (f"published: {line}" for line in _bad_published(study, table, table.published))
 
 
-def _bad_published(study: Study, table: ScoreTable, published: Published) -> Iterator[str]:
-    """Numbers that no cell would show because of a misspelt name, and numbers in another unit."""
+def doubts(study: Study) -> Iterator[str]:
+    """A line for each published name that no cell shows, although a cell has nearly this name, and
+    for each published table that may be in another unit."""
+    for table in study.tables:
+        if table.published is not None:
+            lines = _doubts(study, table, table.published)
+            yield from (f"table {table.name}: {line}" for line in lines)
+
+
+def _doubts(study: Study, table: ScoreTable, published: Published) -> Iterator[str]:
     vary = study.stages[table.stage].vary
     every = {table.columns: [*table.means, *vary.get(table.columns, table.metric)]}
     every |= {table.rows: [*vary.get(table.rows, ())]}
     for factor, names in ((table.rows, published.rows), (table.columns, published.columns)):
-        ours = {study.stands_for(factor, str(level)) for level in every[factor]}
+        ours = {study.stands_for(factor, str(level)): str(level) for level in every[factor]}
+        left = [name for name in ours if name not in names]
         for name in names:
-            left = [one for one in sorted(ours - set(names)) if not name.startswith(one)]
-            if name not in ours and (near := get_close_matches(name, left, 1, cutoff=0.8)):
-                yield f"it has {name!r} for {near[0]}; rename it, or say like.{near[0]} = {name!r}"
-    numbers = [n for row in published.rows.values() for n in row if isinstance(n, float)]
+            own = [one for one in left if not name.startswith(one)]
+            if name not in ours and (near := get_close_matches(name, own, 1, cutoff=0.8)):
+                level = ours[near[0]]
+                yield (
+                    f"no cell shows the published {name!r}; if it belongs to {level}, say "
+                    f'like."{level}" = "{name}"'
+                )
+    numbers = [abs(n) for row in published.rows.values() for n in row if isinstance(n, float)]
     of_scores = table.percent and table.show == "mean" and not table.minus
-    if of_scores and any(numbers) and all(abs(number) <= 1 for number in numbers):
-        yield f"the table shows percent: give {100 * max(numbers):g} instead of {max(numbers):g}"
+    if of_scores and len(numbers) > 1 and 0.2 < max(numbers) <= 1:
+        yield f"no published number is above {max(numbers):g}, but the table shows percent"
 
 
 def _bad_summary(study: Study, summary: Summary) -> Iterator[str]:
@@ -883,7 +911,7 @@ def _bad_seeds(
     sides at once, where scores are paired by it. Without a registration some level of `each` must
     have a pair."""
     paired = replicate_factors(study, table, (*claim.better, claim.each))
-    levels = study.levels_of(table).get(claim.each, ("",))
+    levels = levels_of_claim(study, table, claim)
     pairs = dict.fromkeys(paired, 0)
     for level, factor in product(levels, dict.fromkeys((*needed, *paired))):
         number, sides = needed.get(factor, 0), claim.sides(level)
@@ -935,6 +963,17 @@ def _unpaired(study: Study, table: ScoreTable, claim: Claim) -> str:
     return min(set().union(*alone), default="")
 
 
+def levels_of_claim(study: Study, table: ScoreTable, claim: Claim) -> tuple[str, ...]:
+    """The levels of a claim's `each` at which any of its runs are planned; one if the claim is
+    tested on average."""
+    every = study.levels_of(table).get(claim.each) or ("",)
+    return tuple(
+        level
+        for level in every
+        if any(seeds_of(study, table, side, SEED) for side in claim.sides(level))
+    )
+
+
 def seeds_of(study: Study, table: ScoreTable, side: Levels, factor: str) -> set[str]:
     """The levels of a random factor at which a table has runs for one side of a claim, and the
     runs that it subtracts from them."""
@@ -960,12 +999,8 @@ def keys_text() -> str:
     own = [name for name, field in Study.model_fields.items() if field.description]
     for name in own:
         lines += key_lines(name, Study.model_fields[name])
-    parts: dict[str, type[Settings]] = {
-        f"[{name}.NAME]" if name in ("needs", "made", "stages") else f"[[{name}]]": part
-        for name, part in PARTS.items()
-    }
-    parts |= {"[tables.published]": Published, "[headline]": Headline}
-    parts |= {"[registration]": Registration}
+    parts: dict[str, type[Settings]] = {_form(name): part for name, part in PARTS.items()}
+    parts["[tables.published]"] = Published
     for place, part in parts.items():
         lines += ["", *wrapped(f"{place}: {getdoc(part)}", 0), ""]
         for name in part.model_fields:
