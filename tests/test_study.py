@@ -314,7 +314,7 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
         (
             'columns = "rate"',
             'columns = "rate"\nmetric = { low = "loss", high = "f1" }\nmeans.x = ["low", "high"]',
-            "table main: means.x averages metrics of which higher is better and metrics of which",
+            "table main: means.x averages scores and losses; give each kind a mean of its own",
         ),
         (
             'columns = "rate"',
@@ -331,7 +331,7 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
             "[[claims]]",
             '[stages.look]\ncommand = ["-c", "{out}"]\nvary.x.y = {}\n[[curves]]\nname = "x"\n'
             'title = "x"\nstage = "look"\npanels = "x"\nlines = "x"\n[[claims]]',
-            "curves x: stages.look is a command, which has no log",
+            "curves x: stages.look runs a command, and commands write no log",
         ),
         (
             "vary.seed = [0, 1]",
@@ -528,7 +528,7 @@ def test_a_claim_about_scores_and_losses_is_refused(file: Path, tmp_path: Path) 
     """On average over columns of both kinds. With `each` every column has a test of its own."""
     both = 'columns = "rate"', 'columns = "rate"\nmetric = { low = "loss", high = "f1" }'
     assert len(plan_of(changed(file, both), tmp_path).remarks()) == 1
-    with pytest.raises(BadInput, match="is about metrics of which higher is better and metrics of"):
+    with pytest.raises(BadInput, match="averages scores and losses; make two claims of it"):
         plan_of(changed(file, ('each = "rate"', "")), tmp_path)
 
 
@@ -550,8 +550,8 @@ def test_a_claim_about_a_loss_is_pointed_out(file: Path, tmp_path: Path) -> None
     )
     (line,) = plan.remarks()
     assert line == (
-        "the claim 'pre-training helps at every rate' is about a metric of which lower is better; "
-        "its side `better` (start=pretrained) is the one with the higher number"
+        "in the claim 'pre-training helps at every rate' lower numbers are better; its side "
+        "`better` (start=pretrained) is the one with the higher numbers"
     )
 
 

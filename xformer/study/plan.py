@@ -229,8 +229,8 @@ class Plan:
             if not claim.tie and LOWER in self._directions_of(claim):
                 higher = ", ".join(f"{f}={level}" for f, level in claim.better.items())
                 lines.append(
-                    f"the claim {claim.text!r} is about a metric of which lower is better; its "
-                    f"side `better` ({higher}) is the one with the higher number"
+                    f"in the claim {claim.text!r} lower numbers are better; its side `better` "
+                    f"({higher}) is the one with the higher numbers"
                 )
         return [*lines, *doubts(self.study), *self._mixed()]
 
@@ -265,8 +265,8 @@ class Plan:
         return set().union(*before.values())
 
     def _check_metric(self, table: ScoreTable) -> None:
-        """Refuse a metric that the runs of a table will not have, a chance level where lower is
-        better, and means over metrics of both kinds."""
+        """Refuse a metric that the runs of a table will not have, a chance level of a loss, and
+        means over scores and losses."""
         place = f"table {table.name}"
         for job, metric in self.shown_in(table):
             logged = LOGGED if table.split_of(metric) == "train" else ()
@@ -281,8 +281,8 @@ class Plan:
         for name, columns in table.means.items():
             if {HIGHER, LOWER} <= {directions.get(column) for column in columns}:
                 raise BadInput(
-                    f"{place}: means.{name} averages metrics of which higher is better and "
-                    "metrics of which lower is better; give each kind a mean of its own"
+                    f"{place}: means.{name} averages scores and losses; give each kind a mean of "
+                    "its own"
                 )
 
     def _directions(self, table: ScoreTable) -> dict[str, int]:
@@ -354,8 +354,7 @@ class Plan:
 
         if claim.each != table.columns and len(self._directions_of(claim)) > 1:
             raise BadInput(
-                f"claim {claim.text!r} is about metrics of which higher is better and metrics of "
-                "which lower is better; make two claims of it"
+                f"claim {claim.text!r} averages scores and losses; make two claims of it"
             )
         better, than = keys(claim.better), keys(claim.than)
         same = better == than and claim.better.get(METRIC) == claim.than.get(METRIC)

@@ -82,7 +82,7 @@ class Made(Settings):
     command: tuple[str, ...] = ()
     """The arguments of `python`; `{out}` is where the result goes."""
     same: str = ""
-    """Instead of a command: the name of another [made], of which this one is an alias."""
+    """Instead of a command: the name of another [made] that this one stands for."""
 
 
 class Stage(Settings):
@@ -302,7 +302,7 @@ class Claim(Settings):
     """The levels of the other side. Both must name the same factors, and `metric` if the table's
     columns are metrics."""
     each: str = ""
-    """The factor at each level of which the claim must hold; empty: on average."""
+    """A factor. The claim must hold at each of its levels. Empty: on average."""
     margin: float = 0.0
     """By how much, in the units of the metric. A negative margin makes it a non-inferiority
     claim."""
@@ -520,7 +520,7 @@ def _as_in_toml(line: str) -> str:
     line = re.sub(r" must be given: .*", " must be given", line)
     line = re.sub(r"(give a list, such as ).*='(.*)'", r"\1\2", line)
     name = line.partition("=")[0]
-    if name in PARTS and "." not in name and not line.startswith("unknown key"):
+    if name in PARTS:
         other = f"[[{name}]]" if name in (*ALONE, *NAMED) else f"[{name}]"
         return f"write {_form(name)}, not {other}"
     if vary := re.match(r"[\w.-]+\.vary\.([^.=]+)(\.[^.=]+)?=(\[?)", line):
@@ -772,7 +772,7 @@ def _bad_shown(study: Study, shown: Shown) -> Iterator[str]:
             what = f"all levels of {factor} are shown; levels.{factor} chooses some for the study"
             lines.append(f"where.{factor}: {what}")
     if isinstance(shown, Curves) and study.stages[shown.stage].command:
-        lines.append(f"stages.{shown.stage} is a command, which has no log")
+        lines.append(f"stages.{shown.stage} runs a command, and commands write no log")
     yield from lines
     if isinstance(shown, ScoreTable) and not lines:
         yield from _bad_table(study, shown)
