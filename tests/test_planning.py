@@ -301,6 +301,11 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
     ),
     # the arguments of an analysis, and of evaluate.py
     ([("out={out}/result.json", "ou={out}/r.json")], ["unknown key ou; did you mean out?"]),
+    ([("out={out}/result.json", "out={out}/r.csv")], ["scores are written as JSON; give a name"]),
+    (
+        [('"out={out}/result.json"', '"top=3", "out={out}/r.json"')],
+        ["top= cannot be combined with data=. With data= you can set split, out, "],
+    ),
     ([('"capture"', '"captur"')], ["unknown analysis 'captur'; did you mean capture?"]),
     ([("max_tokens=64", "max_token=64")], ["unknown key max_token; did you mean max_tokens?"]),
     ([('"capture"', '"pwcca"')], ["pwcca takes 2 checkpoints first, then key=value; given: "]),

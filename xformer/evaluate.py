@@ -232,6 +232,14 @@ def main(write_rows: WriteRows | None = None) -> None:
 
 
 def parse_arguments(arguments: list[str]) -> EvaluateConfig:
+    """Parse a command line as `parse` does. Raises BadInput also if a file cannot be written."""
+    config = parse(arguments)
+    for file in filter(None, (config.out, config.predictions)):
+        check_writable(Path(file))
+    return config
+
+
+def parse(arguments: list[str]) -> EvaluateConfig:
     """The settings of a command line. Raises BadInput if they cannot be combined."""
     if not arguments or "=" in arguments[0] or arguments[0].startswith("-"):
         raise BadInput("the first argument must be a checkpoint or a run, such as runs/english")
@@ -257,8 +265,6 @@ def parse_arguments(arguments: list[str]) -> EvaluateConfig:
             if other := files.get(Path(file).resolve()):
                 raise BadInput(f"{name}= and {other}= are both {file}; give two different files")
             files[Path(file).resolve()] = name
-            if name in ("out", "predictions"):
-                check_writable(Path(file))
     return config
 
 

@@ -16,11 +16,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from xformer import checkpoint as checkpoints
-from xformer import trajectory
+from xformer import evaluate, trajectory
 from xformer.analysis import __main__ as analyses
 from xformer.analysis.examples import check_length
 from xformer.analysis.subcommand import parse
-from xformer.config import each, parse_overrides, validate
+from xformer.config import each, validate
 from xformer.convert import hf
 from xformer.data import mapping
 from xformer.data.errors import BadInput
@@ -28,7 +28,6 @@ from xformer.data.files import installed, read_json, read_run_json
 from xformer.data.joined import open_stores
 from xformer.data.store import ORDER, no_store
 from xformer.data.tokenizers import META
-from xformer.evaluate import EvaluateConfig
 from xformer.model.config import DROPOUT, ModelConfig
 from xformer.prepare import check_data, check_model, with_dropout
 from xformer.recipe import Recipe
@@ -293,7 +292,7 @@ class Forecast:
             self._check_training(job, self.recipe(job))
         match job.command:
             case ("evaluate.py", source, *arguments):
-                validate(EvaluateConfig, parse_overrides(EvaluateConfig, arguments))
+                evaluate.parse([source, *arguments])
                 self._check_scoring(source, settings_of(arguments))
             case ("-m", "xformer.analysis", name, *arguments):
                 self._check_analysis(job, name, arguments)
@@ -418,8 +417,7 @@ class Forecast:
         if run is None or run.recipe is None or "data" not in settings:
             return
         recipe = self.recipe(run)
-        given = parse_overrides(EvaluateConfig, [f"data={settings['data']}"])
-        data = validate(EvaluateConfig, given).data
+        data = evaluate.parse([source, f"data={settings['data']}"]).data
         assert data is not None
         store, trained = self.store(data), self.store(recipe.data)
         if store.kind is not None:
