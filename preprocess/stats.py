@@ -225,7 +225,7 @@ def say_description(about: dict[str, Any]) -> None:
         if "distinct_ids" in split:
             say(
                 f"  {split['distinct_ids']:,} distinct ids, {split['unknown_share']:.3%} unknown; "
-                f"unigram entropy {split['unigram_entropy']:.4f} nats "
+                f"unigram entropy {abs(split['unigram_entropy']):.4f} nats "
                 f"(perplexity {split['unigram_perplexity']:,.1f})"
             )
         if "cross_entropy_under_train" in split:

@@ -189,7 +189,7 @@ def test_another_column_or_none(forks: Forks, tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     assert sizes(store) == {"train": 89, "valid": 5, "test": 5}
     assert store.meta["origin"]["seed"] == 0
-    assert "note: the splits were drawn at random, with seed 0: train 89" in done.err
+    assert "note: splits were drawn at random, with seed 0: train 89" in done.err
 
 
 @pytest.mark.parametrize("name", ["secondary_structure", "conservation"])

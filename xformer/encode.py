@@ -38,9 +38,9 @@ class EncodeConfig(Settings):
     """Which texts to encode, and how."""
 
     input: str
-    """The file of texts: one text per line; or csv, tsv, JSON lines or parquet with a column of
-    texts. It may be compressed with gzip or zstd. An empty line of a text file is an empty
-    text."""
+    """The file of texts: one text per line; FASTA, whose sequences become upper case; or csv, tsv,
+    JSON lines or parquet with a column of texts. It may be compressed with gzip or zstd. An empty
+    line of a text file is an empty text."""
     out: str
     """The file to write, with one vector per text, in the order of the input. Its extension decides
     the format. .npy: an array (texts, width) of float32. .h5: the same array, as the dataset

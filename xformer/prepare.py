@@ -90,6 +90,7 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
         source, array = store.tokenizer(), identity if array is None else array
         start = replace(start, source=source, mapping=array)
     notes = replaced + _notes(recipe, store, task, fresh, dropped, start)
+    notes += filter(None, [_missing_classes(recipe, store, samples)])
     notes += describe_frozen(start, weights_matching(start, recipe.train.only), fresh)
     metric = _metric(recipe, task, store)
     setup = Setup(recipe, ranks, store, start, train_assembler, samples, metric, notes, precision)
@@ -361,6 +362,16 @@ def _pair_scale(recipe: Recipe, store: Store) -> float:
             f"make such a store with {typed('python preprocess.py pairs')}"
         )
     return pair_scale(masking.pair_weight, masking.probability, split)
+
+
+def _missing_classes(recipe: Recipe, store: Store, samples: Samples) -> str:
+    """A line that names the classes of which `fraction` leaves no row; "" if there are none."""
+    if recipe.fraction == 1 or store.kind != "class":
+        return ""
+    rows, _ = samples.at(np.arange(samples.per_epoch))
+    seen = set(np.asarray(store.split("train").columns["label"])[rows].tolist())
+    gone = ", ".join(name for i, name in enumerate(store.labels) if i not in seen)
+    return f"warning: fraction={recipe.fraction} leaves no row of {gone}" if gone else ""
 
 
 def _class_weights(recipe: Recipe, store: Store, samples: Samples) -> tuple[float, ...]:

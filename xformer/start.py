@@ -72,6 +72,8 @@ def as_command(name: str) -> None:
     modules.
     """
     sys.argv.insert(1, name)
+    # two modules with one file would keep pydantic from the docstrings of the fields
+    del sys.modules["__main__"].__file__
     import_module("xformer.command").main()
 
 

@@ -11,6 +11,7 @@ from xformer.data.errors import BadInput
 from ..bad import STRICT, BadRows
 from ..binarize import not_utf8, open_binary
 
+FASTA = (".fasta", ".fas", ".fa", ".faa", ".fna", ".ffn")  # the endings of its files' names
 FASTA_LETTERS = string.ascii_uppercase + "*"  # amino acids, ambiguity codes, and * for stop
 
 _SPACE = string.whitespace.encode()

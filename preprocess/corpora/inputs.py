@@ -13,6 +13,7 @@ from xformer.data.display import say
 from xformer.data.errors import BadInput
 
 from ..binarize import PACKED, check_files, unpacked_name
+from .fasta import FASTA
 
 FORMATS = ("text", "jsonl", "table", "java", "fasta")
 # .json, .csv, .tsv and .parquet often hold no text, so they are not taken from a directory.
@@ -22,9 +23,7 @@ CORPUS_ENDINGS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".java": "java",
-    ".fasta": "fasta",
-    ".fa": "fasta",
-    ".faa": "fasta",
+    **dict.fromkeys(FASTA, "fasta"),
 }
 TABLES = {".csv": "table", ".tsv": "table", ".parquet": "table"}
 FORMAT_OF_ENDING = {**CORPUS_ENDINGS, ".json": "jsonl", **TABLES}
@@ -136,8 +135,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "table: a document is the text in one column of a row; the first line names the columns. "
         "java: a document is a file without its comments. fasta: a document is the sequence of a "
         "record. (Default: by each file's extension; plain text unless it is .jsonl, .ndjson, "
-        ".json, .csv, .tsv, .parquet, .java, .fasta, .fa or .faa. Any file but .parquet may be "
-        "compressed: .gz, .zst.)",
+        ".json, .csv, .tsv, .parquet, .java, "
+        f"{', '.join(FASTA[:-1])} or {FASTA[-1]}. Any file but .parquet may be compressed: .gz, "
+        ".zst.)",
     )
     add(
         "--field",

@@ -347,14 +347,19 @@ def _in_two_splits(survey: RowSurvey) -> dict[str, dict[str, int]]:
 def _say_splits(task: TaskSource, survey: RowSurvey, seed: int | None) -> None:
     """Say which columns named the splits, or that they were drawn with a `seed`, and how many rows
     each split has."""
-    rows = ", ".join(f"{name} {survey.rows[name]:,}" for name in ORDER if name in survey.rows)
+
+    def rows(names: Iterable[str]) -> str:
+        return ", ".join(f"{name} {survey.rows[name]:,}" for name in names if name in survey.rows)
+
     if not task.split_columns:
         if seed is not None:
-            say(f"note: the splits were drawn at random, with seed {seed}: {rows} rows", error=True)
+            own = {split for split, _ in task.splits} - {"train"}  # these have files of their own
+            drawn = rows(name for name in ORDER if name not in own)
+            say(f"note: splits were drawn at random, with seed {seed}: {drawn} rows", error=True)
         return
     columns = " and ".join(repr(name) for name in sorted(task.split_columns))
     verb = "name" if len(task.split_columns) > 1 else "names"
-    say(f"note: {columns} of {task.place} {verb} the splits: {rows} rows", error=True)
+    say(f"note: {columns} of {task.place} {verb} the splits: {rows(ORDER)} rows", error=True)
     if "valid" not in survey.rows:
         say("warning: there is no validation split; train with train.select=last", error=True)
 

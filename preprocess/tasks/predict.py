@@ -20,10 +20,11 @@ from xformer.data.writing import create_store
 
 from ..bad import STRICT, BadRows
 from ..binarize import check_files, read_lines
+from ..corpora.fasta import FASTA, read_fasta
 from ..words import CachedEncoder
 from . import choice, dna, glue, labelled, music, protein, sequences, squad, tags, tsv
 from .labelled import Row
-from .sequences import FASTA, SEQUENCE, Sequences
+from .sequences import SEQUENCE, Sequences
 from .tables import Form, RowTable, extension, other_separator
 
 INPUT = "input"  # the name of the split, and of the column with the texts as they were read
@@ -107,13 +108,17 @@ def write_rows(
 
 
 def read_texts(path: Path, column: str | None = None) -> list[str]:
-    """The texts of a file: its lines; or a column of a table (csv, tsv, JSON lines, parquet), by
-    default `text`.
+    """The texts of a file: its lines; the sequences of FASTA; or a column of a table (csv, tsv,
+    JSON lines, parquet), by default `text`.
 
     A file with another ending is a table only if `column` is given. Raises BadInput if the column
     is missing, or naming file and line of a text that cannot be read.
     """
     check_files([path])
+    if extension(path) in FASTA:
+        if column is not None:
+            raise BadInput(f"{path} is FASTA, which has no columns; leave column= out")
+        return [sequence for _, _, sequence in read_fasta(path)]
     if column is None and extension(path) not in TABLES:
         return [line for _, line in read_lines(path)]
     table, name = RowTable(path), column or "text"

@@ -23,14 +23,14 @@ from xformer.data.errors import BadInput
 
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
-from ..corpora.fasta import read_fasta
+from ..corpora.fasta import FASTA, read_fasta
 from . import splits
 from .labelled import Row, TaskSource, check_metric, find_splits, input_files
 from .tables import ENDINGS, RowTable, extension, stem
 
-FASTA = (".fasta", ".fa", ".faa", ".fna")
-# what the columns of the sequence and of the label may be called, the first choice first
 LOST = ""  # stands for a line of a record that could not be read
+ORDINALS = ("first", "second", "third")
+# what the columns of the sequence and of the label may be called, the first choice first
 SEQUENCE = ("sequence", "seq", "seqs", "primary")
 LABEL = ("label", "labels", "class", "score", "target")
 
@@ -72,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser, form: Sequences) -> None:
         "--label",
         metavar="COLUMN",
         help="The column of the label or score, in files with columns (default: the first of "
-        f"{', '.join(form.label)} that exists).",
+        f"{', '.join(form.label)} that exists). In FASTA the label is the "
+        f"{ORDINALS[form.field]} field of the header, or a field TARGET=.",
     )
     default = form.longest or "keep whole sequences"
     add(
@@ -99,6 +100,9 @@ def read(arguments: argparse.Namespace, form: Sequences) -> TaskSource:
     files = {"": list(classes)} if classes else input_files(arguments, (*ENDINGS, *FASTA))
     split_files = [(split, path) for split, paths in files.items() for path in paths]
     columns = {path: _columns(path, split, arguments, form) for split, path in split_files}
+    _check_columns(columns, arguments)
+    if fasta := [path for path in columns if extension(path) in FASTA and path not in classes]:
+        _say_label(fasta[0], form)
     used = set[str]()
     marks = {
         path: _marks(path, split, arguments.split_column, columns[path], used)
@@ -211,6 +215,26 @@ def _columns(
                 raise table.missing(chosen)
             raise BadInput(f"{path} has the columns {table.shown()}; give {option} COLUMN")
     return columns
+
+
+def _check_columns(columns: dict[Path, list[str] | None], arguments: argparse.Namespace) -> None:
+    """Raise BadInput if an option names a column, but no file has columns."""
+    for option in ("sequence", "label"):
+        if getattr(arguments, option) is not None and not any(columns.values()):
+            path = next(iter(columns))
+            raise BadInput(f"--{option} names a column, but {path} has none; leave it out")
+
+
+def _say_label(path: Path, form: Sequences) -> None:
+    """Say which field of the headers of a FASTA file is the label, if the field has no name."""
+    fields = first_line(path).removeprefix(">").split()
+    if len(fields) > form.field and not splits.of_header(fields[1:]):
+        ordinal, label = ORDINALS[form.field], fields[form.field]
+        say(
+            f"note: the label is the {ordinal} field of a header, {label!r} in the first one of "
+            f"{path}",
+            error=True,
+        )
 
 
 # What names the splits of a file's rows: columns of a table; fields of FASTA headers (a set that

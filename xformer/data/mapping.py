@@ -52,7 +52,7 @@ def build_mapping(
     name, number = parse(spec)
     same = store.fingerprint == model.fingerprint
     if not same:
-        check_foreign_store(spec, store.name, store.tokenizer().kind == "symbols")
+        check_foreign_store(spec, store.name, store.tokenizer().kind == "symbols", model.letters)
     else:
         check_own_store(spec, store.name)
     if name == "ids":
@@ -76,11 +76,19 @@ def check_own_store(spec: str, store: object) -> None:
         )
 
 
-def check_foreign_store(spec: str, store: object, symbols: bool | None = None) -> None:
+def check_foreign_store(
+    spec: str, store: object, symbols: bool | None = None, letters: bool = False
+) -> None:
     """Raise BadInput if a mapping cannot be used with a store whose tokenizer is not the
     checkpoint's. `store` is the store's name, and `symbols` says whether it holds letters, pitches
-    or other symbols instead of text (None: not known)."""
+    or other symbols instead of text (None: not known). `letters` says whether the checkpoint reads
+    letters, too, such as those of proteins."""
     name, _ = parse(spec)
+    if letters and symbols and name in ("none", "symbols", "unused"):
+        raise BadInput(
+            f"{store} was made with a different tokenizer from the checkpoint's, which reads "
+            "letters, too: make it again with --tokenizer CHECKPOINT"
+        )
     if name == "none":
         case = {
             True: "its symbols (letters, pitches) are not words: give mapping=symbols:0, which "

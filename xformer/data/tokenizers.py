@@ -116,6 +116,11 @@ class Tokenizer:
         return sorted({*self.special.values(), *further})
 
     @property
+    def letters(self) -> bool:
+        """Whether the text is read letter by letter, as DNA and proteins are."""
+        return self.kind == "symbols" and not self.meta["separated"]
+
+    @property
     def segments(self) -> bool:
         """Whether the second text of a pair has the segment 1. If the published tokenizer gave the
         model no segments, both texts have the segment 0."""

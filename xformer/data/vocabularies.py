@@ -202,7 +202,14 @@ def plus() -> Tokenizer:
 
 
 def esm(pieces: list[str]) -> Tokenizer:
-    """The alphabet of ESM-2 (Lin et al. 2023), whose pieces are in the order of their ids."""
+    """The alphabet of ESM-2 (Lin et al. 2023), whose pieces are in the order of their ids. Raises
+    BadInput if there are words of several letters, as in the Nucleotide Transformer."""
+    words = [piece for piece in pieces if len(piece) > 1 and not re.fullmatch("<.*>", piece)]
+    if words:
+        raise BadInput(
+            f"the vocabulary has words of several letters, such as {words[0]!r}; only ESM's "
+            "vocabularies of single letters can be imported"
+        )
     meta = {"kind": "symbols", "special": dict(ESM_SPECIAL), "pair_separators": 1}
     return Tokenizer({**meta, "separated": False}, pieces)
 

@@ -80,7 +80,7 @@ class Regress(Pooled):
         return {name: Weighted(len(labels), labels, score) for name, score in scores.items()}
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
-        return {"score": [f"{score:.4f}" for score in outputs[:, 0]]} | of_rows(split)
+        return {"score": [f"{score:.6g}" for score in outputs[:, 0]]} | of_rows(split)
 
     def gold(self, split: Split) -> list[str] | None:
         labels = np.asarray(split.columns["label"])
