@@ -523,6 +523,25 @@ def test_a_foreign_store_names_the_mapping_for_its_case(tmp_path: Path) -> None:
     assert mapping.build_mapping("symbols:0", dna, BERT) is not None
 
 
+def test_letters_are_not_replaced_by_letters(tmp_path: Path) -> None:
+    """A random mapping from one alphabet to another would shuffle residues in silence."""
+    dna = made_store(tmp_path / "dna", vocabularies.symbols("ACGT"), [[5, 6]])
+    for spec in ("none", "symbols:0", "unused:0"):
+        with pytest.raises(BadInput, match="reads letters, too: make it again with --tokenizer CH"):
+            mapping.build_mapping(spec, dna, vocabularies.symbols("ACGTN"))
+    words = vocabularies.symbols([f"w{i}" for i in range(9)], separated=True)
+    assert mapping.build_mapping("symbols:0", dna, words) is not None
+
+
+def test_rows_of_a_column_are_counted_as_in_a_list() -> None:
+    rows = [[1, 2], [], [3]]
+    column = ragged(rows)
+    assert [row.tolist() for row in column] == rows
+    assert column[-1].tolist() == [3]
+    with pytest.raises(IndexError):
+        column[3]
+
+
 def test_ids_must_fit_the_model(tmp_path: Path) -> None:
     wide = vocabularies.symbols("abcdefghijklmnop")  # 21 ids; the model has 19
     assert (

@@ -61,6 +61,15 @@ def test_help_lists_the_commands(
         commands._dispatch()
 
 
+@pytest.mark.parametrize("module", ["encode", "runs"])
+def test_a_module_is_its_command(module: str) -> None:
+    """The help of `python -m xformer.MODULE` describes every key, too."""
+    texts = [
+        good(command("-m", *w, "--help")).out for w in ((f"xformer.{module}",), ("xformer", module))
+    ]
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize(
     ("line", "use"),
     [

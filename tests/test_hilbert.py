@@ -22,11 +22,20 @@ from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint, Head
 from xformer.convert.describe import describe
 from xformer.data.batch import Batch
+from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.store import open_store
 from xformer.data.vocabularies import symbols
 from xformer.model.config import ModelConfig
-from xformer.model.hilbert import BatchNorm, Branch, hilbert_curve, image, image_size, initial_std
+from xformer.model.hilbert import (
+    BatchNorm,
+    Branch,
+    hilbert_curve,
+    image,
+    image_size,
+    initial_std,
+    letters_of,
+)
 from xformer.parallel.feed import to_device
 from xformer.tasks.task import Model
 
@@ -426,6 +435,13 @@ Replicas.reduce = reduce
     assert np.array_equal(actual[0, 1::2], actual[1, 1::2])
     np.testing.assert_allclose(actual[0, 1::2], actual[:, ::2].mean(0), rtol=1e-5, atol=1e-7)
     assert (actual[0, ::2] != actual[1, ::2]).any(1).all()
+
+
+def test_proteins_are_not_read_as_dna() -> None:
+    """A, C, G and T are amino acids, too."""
+    assert letters_of(symbols("ACGTDNRS")) == (5, 6, 7, 8)
+    with pytest.raises(BadInput, match="reads DNA; the store's tokenizer also has E F I L P Q"):
+        letters_of(symbols("ACDEFGHIKLMNPQRSTVWY"))
 
 
 REFUSED: dict[str, tuple[str, list[str], list[str]]] = {

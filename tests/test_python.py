@@ -179,12 +179,15 @@ def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text('text,n\n"a, b",1\n')
     (tmp_path / "null.jsonl").write_text('{"text": "a"}\n{"text": null}\n')
     (tmp_path / "lines").write_bytes(b"good\n\n\xff\n")
+    (tmp_path / "p.fna").write_text(">one a header\nacGT\nAC\n>two\nTT\n")
     assert read_texts(tmp_path / "t.csv") == ["a, b"]
+    assert read_texts(tmp_path / "p.fna") == ["ACGTAC", "TT"]
     for file, column, words in (
         ("t.csv", "txt", "has no column 'txt'; it has 'text', 'n'; did you mean 'text'"),
         ("null.jsonl", None, "null.jsonl:2: the column 'text' is null"),
         ("lines", None, "lines:3: not valid UTF-8"),
         ("nothing", None, "nothing does not exist"),
+        ("p.fna", "text", "p.fna is FASTA, which has no columns; leave column= out"),
     ):
         with pytest.raises(BadInput, match=words):
             read_texts(tmp_path / file, column)

@@ -581,6 +581,22 @@ def test_an_open_quote_is_never_skipped(make: Make, tmp_path: Path) -> None:
         make(*T, "--input", raw / "open.csv", "--skip-bad", name="s")
 
 
+def test_the_label_in_a_header(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A header may hold a description, so a note says which of its words becomes the label."""
+    records = "".join(
+        f">i{i} {'Homo' if i % 2 else 'Mus'} x\n{s}\n" for i, s in enumerate(letters(1, 60))
+    )
+    (tmp_path / "a.fna").write_text(records)
+    make("dna", "--input", tmp_path / "a.fna")
+    note = "note: the label is the second field of a header, 'Mus' in the first one of "
+    assert f"{note}{tmp_path / 'a.fna'}\n" in capsys.readouterr().err
+    for option in ("--label", "--sequence"):
+        with pytest.raises(BadInput, match=f"{option} names a column, but .*a.fna has none"):
+            make("dna", "--input", tmp_path / "a.fna", option, "x", name="no")
+
+
 def test_dna_in_wrapped_fasta(make: Make, tmp_path: Path) -> None:
     """FASTA in a .txt file, wrapped or not, is not taken for three lines per record."""
     made = letters(1, 60)

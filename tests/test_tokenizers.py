@@ -87,6 +87,15 @@ def test_decoding(learned):
     assert learned["separated"].decode([5, 2, 7]) == "w5 [CLS] w7"
 
 
+def test_esm_reads_single_letters() -> None:
+    """The Nucleotide Transformer has ESM's special tokens, but its words are six letters long."""
+    special = ["<cls>", "<pad>", "<eos>", "<unk>", "<mask>"]
+    letters = vocabularies.esm([*special, "A", "-", "<null_1>"])
+    assert letters.encode_batch(["A-A"])[0].tolist() == [5, 6, 5]
+    with pytest.raises(BadInput, match="words of several letters, such as 'AAA'; only ESM's"):
+        vocabularies.esm([*special, "AAA", "A"])
+
+
 def test_symbols():
     dna = vocabularies.symbols("ACGTA")
     assert dna.pieces[5:] == ["A", "C", "G", "T"]

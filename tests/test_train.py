@@ -40,6 +40,7 @@ from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.mixture import Mixture
 from xformer.data.sampler import Samples
+from xformer.data.store import open_store
 from xformer.monitor import Monitor, curves, peak_memory
 from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import ALONE, Ranks
@@ -910,6 +911,21 @@ def test_a_start_says_what_it_starts_from(forks: Forks, data: Toys, tmp_path: Pa
     assert tokens < job.train.split.tokens
     done = good(forks.run(*training(SMOKE, data.text, tmp_path / "text", *steps)))
     assert fresh not in done.out + done.err
+
+
+def test_a_fraction_without_a_class_is_pointed_out(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    store = open_store(data.classes)
+    few = training(CLASSIFY, data.classes, tmp_path / "few", "fraction=0.001")
+    job = prepare(load(Recipe, few[1:]), ALONE)
+    rows, _ = job.samples.at(np.arange(job.samples.per_epoch))
+    kept = {store.labels[i] for i in np.asarray(store.split("train").columns["label"])[rows]}
+    gone = ", ".join(name for name in store.labels if name not in kept)
+    assert 0 < len(kept) < len(store.labels)
+    assert f"warning: fraction=0.001 leaves no row of {gone}" in job.notes
+    whole = prepare(load(Recipe, training(CLASSIFY, data.classes, tmp_path / "all")[1:]), ALONE)
+    assert not any("leaves no row" in note for note in whole.notes)
 
 
 def test_a_run_with_nothing_to_score_says_how_it_ended(
