@@ -13,8 +13,7 @@ from pathlib import Path
 from xformer import checkpoint as checkpoints
 from xformer.config import validate
 from xformer.data.errors import BadInput
-from xformer.data.files import near, read_run_json
-from xformer.data.outputs import is_run
+from xformer.data.files import is_run, near, read_run_json
 from xformer.monitor import Monitor
 from xformer.recipe import Recipe
 from xformer.run import FREE, State, changes, completed, differences

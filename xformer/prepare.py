@@ -17,10 +17,9 @@ from xformer.config import flat
 from xformer.data import mapping
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput, typed
-from xformer.data.files import read_run_json
+from xformer.data.files import is_run, read_run_json
 from xformer.data.joined import Joined, open_stores
 from xformer.data.mixture import Mixture
-from xformer.data.outputs import is_run
 from xformer.data.sampler import Samples
 from xformer.data.store import Store
 from xformer.freeze import describe_frozen, weights_matching

@@ -20,9 +20,8 @@ from xformer.config import MaybePaths, Settings, each, show, validate
 from xformer.data.batch import Batch
 from xformer.data.display import put, say
 from xformer.data.errors import BadInput
-from xformer.data.files import read_run_json
+from xformer.data.files import is_run, read_run_json
 from xformer.data.joined import Joined, open_stores
-from xformer.data.outputs import is_run
 from xformer.data.sampler import Stream
 from xformer.data.tokenizers import Tokenizer
 from xformer.parallel.processes import ALONE

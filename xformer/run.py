@@ -34,8 +34,11 @@ from xformer.data.display import say
 from xformer.data.errors import BadInput, reason
 from xformer.data.files import (
     ASIDE,
+    RUN_FILES,
+    RUN_FOLDERS,
     RUN_MANIFEST,
     file_checksum,
+    is_run,
     json_text,
     make_directory,
     put_back,
@@ -44,7 +47,6 @@ from xformer.data.files import (
     write_json,
     write_text,
 )
-from xformer.data.outputs import FILES, FOLDERS, is_run
 from xformer.parallel.feed import Step
 from xformer.predictions import FOLDER
 from xformer.recipe import LATER, Recipe
@@ -274,11 +276,11 @@ class Run:
 def _delete_run(path: Path) -> None:
     """Delete a run's files. config.json, which marks the directory as a run, is deleted last: if
     this function is interrupted, the directory is still a run that can be overwritten."""
-    for name in FOLDERS:
+    for name in RUN_FOLDERS:
         shutil.rmtree(path / name, ignore_errors=True)
     for damaged in path.glob("log.jsonl.damaged*"):
         damaged.unlink()
-    for name in FILES:
+    for name in RUN_FILES:
         (path / name).unlink(missing_ok=True)
 
 

@@ -20,8 +20,7 @@ from xformer import provenance, start, train
 from xformer.config import Settings, each, help_text, parse_overrides, validate
 from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure
-from xformer.data.files import read_json, read_run_json
-from xformer.data.outputs import is_run
+from xformer.data.files import is_run, read_json, read_run_json
 from xformer.model.config import DROPOUT
 from xformer.monitor import ENDS, records
 from xformer.parallel import processes

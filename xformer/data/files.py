@@ -28,6 +28,10 @@ PACKAGE = Path(__file__).parents[1]  # contains micro/, the encoders that come w
 ASIDE, DELETED = ".old.partial", ".deleted.partial"
 PATIENCE = 1.0  # seconds to wait for the two renames of a replacement
 RUN_MANIFEST = "run_manifest.json"  # the checksums of a finished run's results
+# what a run writes into its directory; the last file marks it as a run's, and only earlier versions
+# wrote dropped.json
+RUN_FOLDERS = ("checkpoints", "trajectory", "predictions", "tensorboard", "profile")
+RUN_FILES = (RUN_MANIFEST, "result.json", "log.jsonl", "dropped.json", "code.diff", "config.json")
 
 
 def installed(path: str | Path) -> Path:
@@ -106,6 +110,15 @@ def read_run_json(path: Path) -> Any:
     if path.name == "config.json" and isinstance(content, dict) and "identity" in content:
         content.setdefault("starts", [{**content, "step": 0}])  # the first versions had no list
     return content
+
+
+def is_run(config: Path) -> bool:
+    """Whether this config.json belongs to a run. Checkpoints and other libraries also have files of
+    this name."""
+    if not config.exists():
+        return False
+    content = read_json(config)
+    return isinstance(content, dict) and "identity" in content
 
 
 def selected(path: Path) -> Path:

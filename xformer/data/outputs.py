@@ -5,24 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from xformer.data.errors import BadInput
-from xformer.data.files import RUN_MANIFEST, read_json, refuse_existing, what_is
+from xformer.data.files import (
+    RUN_FILES,
+    RUN_FOLDERS,
+    is_run,
+    read_json,
+    refuse_existing,
+    what_is,
+)
 
-FOLDERS = ("checkpoints", "trajectory", "predictions", "tensorboard", "profile")
-# the last one marks the directory as a run; earlier versions wrote dropped.json
-FILES = (RUN_MANIFEST, "result.json", "log.jsonl", "dropped.json", "code.diff", "config.json")
-OWN = {*FOLDERS, *FILES}  # what only a run itself writes into its directory
+OWN = {*RUN_FOLDERS, *RUN_FILES}  # only the run itself writes these
 # the files that mark a store, a checkpoint and a tokenizer, and their keys that list other files
 LISTS = {"store.json": "splits", "manifest.json": "sha256", "tokenizer_meta.json": ""}
 TOKENIZER = ("tokenizer.json", "tokenizer_meta.json", "spiece.model", "sums.json")
-
-
-def is_run(config: Path) -> bool:
-    """Whether this config.json belongs to a run. Checkpoints and other libraries also have files of
-    this name."""
-    if not config.exists():
-        return False
-    content = read_json(config)
-    return isinstance(content, dict) and "identity" in content
 
 
 def check_writable(output: Path) -> None:
