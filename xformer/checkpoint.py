@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -294,13 +293,11 @@ def save(
     overwrite: bool = False,
     optimizer: dict[str, Tensor] | None = None,
     state: dict[str, Any] | None = None,
-    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a checkpoint as a directory, which appears only when it is complete. A run also saves
     `optimizer` and `state`, because it needs them to continue.
 
-    Raises BadInput if `path` exists and `overwrite` is false. `check` is called last: if it raises,
-    the directory is not written.
+    Raises BadInput if `path` exists and `overwrite` is false.
     """
     with atomic_directory(Path(path), overwrite) as directory:
         save_tensors(checkpoint.weights, directory / "model.safetensors")
@@ -324,7 +321,6 @@ def save(
         files = [file for file in sorted(directory.rglob("*")) if file.is_file()]
         sums = {str(file.relative_to(directory)): file_checksum(file) for file in files}
         write_json(directory / "manifest.json", {"sha256": sums})
-        check()
 
 
 def _record(values: dict[str, Any], defaults: dict[str, Any], newer: Collection[str]) -> Any:
@@ -455,19 +451,6 @@ def _sums(path: Path) -> dict[str, Any]:
     return sums
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[tuple[Checkpoint, Callable[[], None]]]:
-    """A context that yields a checkpoint and a function. The checkpoint is verified in the
-    background. The function waits for the result, and raises BadInput if the checkpoint is
-    damaged."""
-    with ThreadPoolExecutor(1) as pool:
-        check = pool.submit(verify, path)
-        try:
-            yield _read(path), check.result
-        finally:
-            check.result()  # if the checkpoint is damaged, this replaces any other error
-
-
 def load(path: str | Path, verified: bool = False) -> Checkpoint:
     """The checkpoint at `path` (see `resolve`). If `verified` is true, its checksums are not
     computed again.
@@ -477,13 +460,8 @@ def load(path: str | Path, verified: bool = False) -> Checkpoint:
     damaged.
     """
     path = resolve(path)
-    if verified:
-        return _read(path)
-    with opened(path) as (checkpoint, _):
-        return checkpoint
-
-
-def _read(path: Path) -> Checkpoint:
+    if not verified:
+        verify(path)
     meta = read_json(path / "config.json")
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise BadInput(

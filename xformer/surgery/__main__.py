@@ -57,9 +57,9 @@ def main() -> None:
     read = [checkpoints.resolve(arguments.checkpoint)]
     read += [Path(step.arguments["source"]) for step in steps if step.op == "transplant"]
     check_directory(arguments.out, arguments.overwrite, ("manifest.json",), *read)
-    with checkpoints.opened(read[0]) as (before, check):
-        after = apply(before, steps, arguments.seed)
-        checkpoints.save(after, arguments.out, arguments.overwrite, check=check)
+    before = checkpoints.load(read[0])
+    after = apply(before, steps, arguments.seed)
+    checkpoints.save(after, arguments.out, arguments.overwrite)
     for record in after.history[len(before.history) :]:
         values = [f"{key}={value}" for key, value in record.items() if key != "op"]
         say(f"{' '.join([record['op'], *values])} ({in_words(record['op'])})")
