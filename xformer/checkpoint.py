@@ -35,7 +35,7 @@ from xformer.data.files import (
     near,
     put_back,
     read_json,
-    read_own_json,
+    read_sums,
     selected,
     what_is,
     write_json,
@@ -444,11 +444,7 @@ def verify(path: str | Path) -> None:
 
 def _sums(path: Path) -> dict[str, Any]:
     """{file: SHA-256} from a checkpoint's manifest."""
-    manifest = read_own_json(path / "manifest.json")
-    sums = manifest.get("sha256") if isinstance(manifest, dict) else None
-    if not isinstance(sums, dict) or not {"model.safetensors", "config.json"} <= set(sums):
-        raise BadInput(f"{path / 'manifest.json'} is damaged: it lists no checksums")
-    return sums
+    return read_sums(path / "manifest.json", "model.safetensors", "config.json")
 
 
 def load(path: str | Path, verified: bool = False) -> Checkpoint:

@@ -96,6 +96,18 @@ def read_own_json(path: Path) -> Any:
     return content
 
 
+def read_sums(manifest: Path, *files: str) -> dict[str, Any]:
+    """{file: SHA-256} from a manifest. Raises BadInput if it does not list these files."""
+    content = read_own_json(manifest)
+    sums = content.get("sha256") if isinstance(content, dict) else None
+    sums = sums if isinstance(sums, dict) else {}
+    if lacking := [name for name in files if name not in sums]:
+        raise BadInput(
+            f"{manifest} is damaged: it lists no checksum of {lacking[0]}; restore it from a copy"
+        )
+    return sums
+
+
 def read_run_json(path: Path) -> Any:
     """The result.json or config.json of a run.
 
@@ -139,11 +151,7 @@ def check_run_file(run: Path, name: str, path: Path, remedy: str) -> None:
     manifest = run / RUN_MANIFEST
     if not manifest.exists():
         return
-    content = read_own_json(manifest)
-    sums = content.get("sha256") if isinstance(content, dict) else None
-    if not isinstance(sums, dict) or name not in sums:
-        raise BadInput(f"{manifest} is damaged: it lists no checksum of {name}")
-    if sums[name] != file_checksum(path):
+    if read_sums(manifest, name)[name] != file_checksum(path):
         why = f"its checksum is not the one in {manifest.name}"
         raise BadInput(f"{path} is damaged: {why}; restore it from a copy, or {remedy}")
 

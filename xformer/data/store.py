@@ -40,7 +40,7 @@ from xformer.data.files import (
     near,
     put_back,
     read_json,
-    read_own_json,
+    read_sums,
     what_is,
 )
 
@@ -368,14 +368,7 @@ def _check_sums(path: Path) -> None:
     early versions have no checksums of these files."""
     if not (path / SUMS).exists():
         return
-    sums = read_own_json(path / SUMS)
-    if (
-        not isinstance(sums, dict)
-        or not isinstance(sums.get("sha256"), dict)
-        or "store.json" not in sums["sha256"]
-    ):
-        raise BadInput(f"{path / SUMS} is damaged: it lists no checksums; {REMEDY}")
-    for name, expected in sums["sha256"].items():
+    for name, expected in read_sums(path / SUMS, "store.json").items():
         if not (path / name).is_file():
             raise BadInput(f"{path / name} is missing, although {SUMS} lists it: {REMEDY}")
         if file_checksum(path / name) != expected:
