@@ -6,7 +6,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -413,9 +412,8 @@ def _metric(recipe: Recipe, task: Task, store: Store) -> str:
     return metric
 
 
-def open_run(setup: Setup) -> tuple[Run, dict[str, Any]]:
-    """Open the run's directory on rank 0. Returns the run, on every rank, and the content of its
-    config.json. Raises BadInput as `Run.open` does."""
+def open_run(setup: Setup) -> Run:
+    """The run of a setup. Rank 0 has opened its directory. Raises BadInput as `Run.open` does."""
     config, identity = setup.recipe.model_dump(mode="json"), setup.identity
     provenance.refuse_unlike_ranks(setup.ranks)
     environment = setup.ranks.on_rank_zero(partial(provenance.environment, setup.ranks))
@@ -429,4 +427,4 @@ def open_run(setup: Setup) -> tuple[Run, dict[str, Any]]:
         run.open(content, overwrite)
 
     setup.ranks.on_rank_zero(open_here)
-    return run, content
+    return run

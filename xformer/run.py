@@ -119,11 +119,15 @@ class State:
 
 class Run:
     """A run directory. Rank 0 opens it with `open`, which locks it until the process ends.
-    `earlier` is the content of its config.json if the run is continued."""
+
+    `config` is the content of config.json for this start. `starts` lists the settings and the
+    environment of each start that changed them, with its step. Both are known only to rank 0.
+    """
 
     def __init__(self, path: Path):
         self.path = path
-        self.earlier: dict[str, Any] | None = None
+        self.config: dict[str, Any] = {}
+        self.starts: list[dict[str, Any]] = []
         self._lock: TextIO | None = None
 
     def open(self, config: dict[str, Any], overwrite: bool) -> None:
@@ -155,7 +159,8 @@ class Run:
             )
         if overwrite:
             _delete_run(path)
-        self.earlier, self._lock = earlier, lock
+        self.config, self._lock = config, lock
+        self.starts = [] if earlier is None else earlier["starts"]
 
     def checkpoint_path(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step_{step}"
@@ -188,26 +193,19 @@ class Run:
     def made_by(self, step: int) -> dict[str, Any] | None:
         """The `config` and `environment` with which the checkpoint of a step was written, or None
         if they are not known. Call this after `begin`."""
-        if self.earlier is None:
-            return None
-        starts = [start for start in self.earlier["starts"] if start["step"] < step]
+        starts = [start for start in self.starts if start["step"] < step]
         return starts[-1] if starts else None
 
-    def begin(self, config: dict[str, Any], step: int) -> None:
+    def begin(self, step: int) -> None:
         """Record the settings and environment from `step` on. Delete incomplete files of a killed
-        process, the trajectory after `step`, and the result, because the run is no longer finished.
-
-        `starts` in config.json lists the settings and the environment of each start that changed
-        them, with its step.
-        """
-        now = {name: config[name] for name in ("config", "environment")}
-        earlier = (self.earlier or {}).get("starts", [])
-        starts = [start for start in earlier if start["step"] < step]
-        if not starts or any(starts[-1][name] != now[name] for name in now):
-            starts.append({"step": step, **now})
+        process, the trajectory after `step`, and the result, because the run is no longer
+        finished."""
+        now = {name: self.config[name] for name in ("config", "environment")}
+        self.starts = [start for start in self.starts if start["step"] < step]
+        if not self.starts or any(self.starts[-1][name] != now[name] for name in now):
+            self.starts.append({"step": step, **now})
         (self.path / RUN_MANIFEST).unlink(missing_ok=True)  # only a finished run has this file
-        self.earlier = {**config, "starts": starts}
-        write_json(self.path / "config.json", self.earlier)
+        write_json(self.path / "config.json", {**self.config, "starts": self.starts})
         code = self.path / "code.diff"
         if diff := provenance.diff(now["environment"]["git"]):
             code.write_text(diff, encoding="utf-8")

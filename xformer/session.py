@@ -309,15 +309,13 @@ def announce(setup: Setup, model: Model, monitor: Monitor) -> None:
     )
 
 
-def announce_changes(
-    setup: Setup, run: Run, state: State, config: dict[str, Any], monitor: Monitor
-) -> None:
+def announce_changes(setup: Setup, run: Run, state: State, monitor: Monitor) -> None:
     """Compare this start with the one that made the checkpoint. Print what may keep the results
     from being bit-identical, and how a raised train.steps or train.epochs changes the rate."""
     earlier = run.made_by(state.step)
     if earlier is None:
         return
-    if differing := provenance.changes(earlier, config):
+    if differing := provenance.changes(earlier, run.config):
         monitor.say(
             f"since the last start: {', '.join(differing)}; results may not be bit-identical to "
             "those of an uninterrupted run"

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Collection, Generator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +71,7 @@ def train(
     ranks = ranks or processes.start(recipe.system)
     setup = prepare(recipe, ranks, overrides)
     ranks.on_rank_zero(lambda: check_branch(setup))
-    run, config = open_run(setup)
+    run = open_run(setup)
     if ranks.on_rank_zero(lambda: kept_only_weights(run.path)):
         ranks.on_rank_zero(run.verify_selected)
         _leave(setup, run)
@@ -84,22 +83,15 @@ def train(
         _leave(setup, run)
         return
     ranks.on_rank_zero(lambda: setup.trajectory.check_room(run.path, state.step))
-    ranks.on_rank_zero(lambda: run.begin(config, state.step))
-    _train_from(begun, state, setup, run, config, until, own=newest is not None)
+    ranks.on_rank_zero(lambda: run.begin(state.step))
+    _train_from(begun, state, setup, run, until, own=newest is not None)
 
 
 def _train_from(
-    begun: str | None,
-    state: State,
-    setup: Setup,
-    run: Run,
-    config: dict[str, Any],
-    until: int,
-    own: bool,
+    begun: str | None, state: State, setup: Setup, run: Run, until: int, own: bool
 ) -> None:
     """Train from the checkpoint `begun`, which has this `state`, or without one from the beginning.
-    The checkpoint is the run's `own`, or that of `train.branch_from`. `config` is the content of
-    the run's config.json."""
+    The checkpoint is the run's `own`, or that of `train.branch_from`."""
     ranks, recipe = setup.ranks, setup.recipe
     model, optimizer = _model_and_optimizer(setup, begun, own)
     logged_until = state.step if own else -1
@@ -109,7 +101,7 @@ def _train_from(
     with Monitor(run.path, ranks.rank == 0, logged_until, done, setup.length, unit) as monitor:
         if own:
             monitor.say(f"continuing {run.path} from step {state.step}")
-            announce_changes(setup, run, state, config, monitor)
+            announce_changes(setup, run, state, monitor)
         else:
             if begun:
                 start_branch(state, begun, monitor)
@@ -118,7 +110,7 @@ def _train_from(
         notes = (damage, setup.precision, slow, native.note(ranks.device))
         kept = setup.trajectory.announcement(run.path, state.step)
         monitor.say(*filter(None, (*notes, kept)))
-        monitor.describe((run.earlier or {}).get("starts", []))
+        monitor.describe(run.starts)
         compiling = setup.compiling
         feed = setup.feed(fixed=compiling != "none")
         _compile(model, compiling, setup, feed, monitor)
