@@ -8,7 +8,7 @@ rows to the same length.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
@@ -55,8 +55,7 @@ class Batch(Generic[Array]):
     def to(self, device: Any) -> Batch[Array]:
         """A batch of tensors on another device. (`xformer.tasks.task.to_device` makes one from
         arrays.)"""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return replace(self, **{k: v.to(device) for k, v in values.items() if hasattr(v, "to")})
+        return replace(self, **{k: v.to(device) for k, v in vars(self).items() if hasattr(v, "to")})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -124,8 +124,7 @@ class Recorder:
 
 def _tensors(batch: Batch[Tensor]) -> dict[str, Tensor]:
     """The tensors of a batch, by field."""
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
 
 
 def _shape(batch: Batch[Tensor]) -> Any:

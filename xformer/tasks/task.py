@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -466,12 +466,9 @@ def tensor_on(values: np.ndarray, device: torch.device) -> Tensor:
 def to_device(batch: Batch[np.ndarray], device: torch.device) -> Batch[Tensor]:
     """The batch as tensors on a device. On CUDA it is copied from pinned memory without waiting.
     Row numbers stay on the host."""
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    values["rows"] = None
-    for name, value in values.items():
-        if isinstance(value, np.ndarray):
-            values[name] = tensor_on(value, device)
-    return Batch(**values)
+    values: dict[str, Any] = {**vars(batch), "rows": None}
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+    return Batch(**values | {name: tensor_on(array, device) for name, array in arrays.items()})
 
 
 def features(config: ModelConfig) -> int:
