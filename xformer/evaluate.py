@@ -28,7 +28,7 @@ from xformer.config import MaybePaths, Settings, help_text, parse_overrides, val
 from xformer.data import mapping
 from xformer.data.batch import Assembler, Batch
 from xformer.data.display import put, say
-from xformer.data.errors import BadInput, typed
+from xformer.data.errors import BadInput, Failure, typed
 from xformer.data.files import write_json, write_text
 from xformer.data.joined import open_stores
 from xformer.data.outputs import check_writable
@@ -353,8 +353,14 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
             f"predictions=FILE alone for {file} without scores"
         )
     model = checkpoint.model().to(ranks.device)
-    with store.blamed():
+    try:
         scores = score(model, assembler, ranks, config.system.precision, config.threshold)
+    except (BadInput, Failure, OSError):
+        raise
+    except Exception as error:  # a damaged store may be the cause
+        if line := store.damage():
+            raise BadInput(line) from error
+        raise
     if ranks.rank != 0:
         return
     letters = assembler.max_tokens - assembler.extra

@@ -321,15 +321,10 @@ class Assembler:
         """The batch with its tokens masked, in place; `epochs` (N,)."""
         keys = masking.row_keys(masks.seed, epochs, batch.rows)
         sizes, mask_id = np.diff(batch.cu_seqlens), self.tokenizer.special["mask"]
-        places, targets = (masking.mask_spans if masks.spans else masking.mask)(
-            batch.tokens,
-            batch.positions,
-            keys,
-            sizes,
-            self.special,
-            mask_id,
-            self.ordinary,
-            masks.probability,
+        choose = masking.mask_spans if masks.spans else masking.mask
+        tokens, special, ordinary = batch.tokens, self.special, self.ordinary
+        places, targets = choose(
+            tokens, batch.positions, keys, sizes, special, mask_id, ordinary, masks.probability
         )
         return replace(batch, places=places, targets=targets)
 

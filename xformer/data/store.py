@@ -20,7 +20,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from xformer.data import tokenizers
-from xformer.data.errors import BadInput, Failure, typed
+from xformer.data.errors import BadInput, typed
 from xformer.data.files import (
     BLOCK,
     checked_blocks,
@@ -232,19 +232,6 @@ class Store:
         thread = threading.Thread(target=check, name="verify", daemon=True)
         thread.start()
         return thread
-
-    @contextmanager
-    def blamed(self) -> Iterator[None]:
-        """A context for code that reads the rows. If the code crashes and the store is damaged, the
-        context raises BadInput that names the damage."""
-        try:
-            yield
-        except (BadInput, Failure, OSError):
-            raise
-        except Exception as error:
-            if line := self.damage():
-                raise BadInput(line) from error
-            raise
 
     def _open(self, name: str) -> Split:
         meta = self.meta["splits"][name]

@@ -128,17 +128,9 @@ class BatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (N, C, Y, X) -> the same shape."""
+        tensors = self.running_mean, self.running_var, self.weight, self.bias
         several = x.numel() > x.size(1)  # a single value has no variance: use the running one
-        return F.batch_norm(
-            x,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training and several,
-            MOMENTUM,
-            EPSILON,
-        )
+        return F.batch_norm(x, *tensors, self.training and several, MOMENTUM, EPSILON)
 
 
 class Convolution(nn.Conv2d):

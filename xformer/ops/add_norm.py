@@ -78,22 +78,8 @@ def _add_norm_backward(
     """
     d_x, d_y, d_affine = _empty_gradients(z, half, rate)
     of_y = d_x if d_y.dim() == 1 else d_y  # 1: it is empty
-    native.call(
-        "add_norm_backward",
-        of_y.dtype,
-        d_out,
-        d_z,
-        z,
-        moments,
-        weight,
-        d_x,
-        of_y,
-        d_affine[0],
-        d_affine[1],
-        *z.size(),
-        rate,
-        seed,
-    )
+    tensors = d_out, d_z, z, moments, weight, d_x, of_y, *d_affine.unbind()
+    native.call("add_norm_backward", of_y.dtype, *tensors, *z.size(), rate, seed)
     return d_x, d_y, d_affine
 
 
