@@ -27,6 +27,7 @@ from xformer.parallel.processes import Ranks
 from xformer.parallel.replicas import Replicas
 from xformer.recipe import Recipe
 from xformer.run import State
+from xformer.session import Due
 from xformer.setup import Setup
 from xformer.tasks.task import Model
 from xformer.train import loop
@@ -60,7 +61,7 @@ class Session:
         setup: Any = SimpleNamespace(recipe=recipe, ranks=ranks)
         setup.seed_dropout = partial(Setup.seed_dropout, setup)
         self.setup = setup
-        self.state, self.steps, self.stop_requested = State(), steps, 0.0
+        self.state, self.steps, self.signals = State(), steps, list[int]()
         self.snapshot = SimpleNamespace(before_change=lambda: None)
         self.monitor = None  # used only at numerical trouble, which is an error here
 
@@ -77,10 +78,10 @@ class Session:
         """The learning rate."""
         return 1e-4
 
-    def advance(self, step: object, stop_requests: object) -> SimpleNamespace:
+    def advance(self, step: object, stop_requests: object) -> Due:
         """Count a step."""
         self.state.step += 1
-        return SimpleNamespace(anything=False, log=False, validation=False, checkpoint=False)
+        return Due()
 
     def log(self, rate: float, sums: object) -> None:
         """Log nothing."""

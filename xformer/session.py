@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,18 +33,13 @@ from xformer.tasks.task import Model
 from xformer.writer import BackgroundWriter
 
 
-@dataclass(frozen=True)
-class Due:
-    """What to do after a step."""
+class Due(NamedTuple):
+    """What to do after a step. `any(due)` says whether there is anything to do."""
 
-    log: bool
-    validation: bool
-    checkpoint: bool
-    stop: bool
-
-    @property
-    def anything(self) -> bool:
-        return self.log or self.validation or self.checkpoint or self.stop
+    log: bool = False
+    validation: bool = False
+    checkpoint: bool = False
+    stop: bool = False
 
 
 @dataclass
@@ -78,11 +73,6 @@ class Session:
     def done(self) -> bool:
         """Whether the run has reached its end, or has been stopped by `train.patience`."""
         return self.setup.done(self.state)
-
-    @property
-    def stop_requested(self) -> float:
-        """1 if a signal told this rank to stop, else 0; see `Replicas.begin`."""
-        return float(bool(self.signals))
 
     def rate(self, step: Step) -> float:
         """The learning rate of the next step."""
@@ -169,15 +159,11 @@ class Session:
         whole = best or self.done or due.stop or due.checkpoint
         if whole or self.state.step in self.setup.trajectory.steps:
             with self.clock.stopped():
-                self._keep(whole, now=self.done or due.stop)
+                self.write(whole, now=self.done or due.stop)
 
-    def keep_start(self) -> None:
-        """Write the weights of step 0. All ranks call this together."""
-        self._keep(whole=False, now=False)
-
-    def _keep(self, whole: bool, now: bool) -> None:
+    def write(self, whole: bool, now: bool = False) -> None:
         """Copy the state of the run, or only the weights if not `whole`. Write the copy in the
-        background; if `now`, wait until it is written."""
+        background; if `now`, wait until it is written. All ranks call this together."""
         self.writer.free()
         self.snapshot.take(whole)
         what = f"{'' if whole else 'trajectory '}checkpoint of step {self.state.step}"
@@ -243,7 +229,7 @@ def session_of(
                 setup, run, state, monitor, snapshot, signals, writer, damage, profiler, stepped
             )
             if state.step == 0 and 0 in setup.trajectory.steps:
-                session.keep_start()
+                session.write(whole=False)
             yield session
     except KeyboardInterrupt:
         line = f"stopped after step {state.step}; the same command continues {run.path} from its "

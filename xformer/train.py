@@ -177,7 +177,7 @@ def loop(
         rate = session.rate(step)
 
         optimizer.zero_grad()
-        sums = replicas.begin(session.stop_requested)
+        sums = replicas.begin(bool(session.signals))
         for i, batch in enumerate(batches or [None]):  # the last step may leave a rank without rows
             setup.seed_dropout(state.step, i)
             sums.add(replicas.forward_backward(batch, i, len(batches)))
@@ -190,7 +190,7 @@ def loop(
             replicas.restore(drop)
 
         due = session.advance(step, sums.stop_requests)
-        if due.anything or setup.ranks.device.type == "cpu":  # other steps do not wait for CUDA
+        if any(due) or setup.ranks.device.type == "cpu":  # other steps do not wait for CUDA
             guard.settle(session, replicas.model)
         if due.log:
             session.log(rate, guard.sums)

@@ -20,7 +20,7 @@ class Sums:
     """Sums over the micro-batches of a step and over the ranks, () each: the loss, the number of
     predictions, how many of them are correct, and how many ranks were told to stop."""
 
-    def __init__(self, device: torch.device, stop_requested: float = 0.0):
+    def __init__(self, device: torch.device, stop_requested: bool = False):
         self.all = torch.zeros(4, device=device)
         self.loss, self.count, self.correct, self.stop_requests = self.all.unbind()  # views
         self.stop_requests += stop_requested
@@ -87,9 +87,9 @@ class Replicas:
         loss.total.backward()
         return replace(loss, total=loss.total.detach())
 
-    def begin(self, stop_requested: float = 0.0) -> Sums:
+    def begin(self, stop_requested: bool = False) -> Sums:
         """Begin a step: save the buffers (running statistics of batch norms) and return empty sums.
-        `stop_requested` is 1 if this rank was told to stop."""
+        `stop_requested` says whether this rank was told to stop."""
         self.before = [buffer.clone() for buffer in self.buffers]
         return Sums(self.ranks.device, stop_requested)
 
