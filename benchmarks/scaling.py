@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from benchmarks import report
 from xformer import cost
+from xformer.analysis.cost import parameters
 from xformer.data.arguments import CommandParser
 from xformer.data.batch import Workload
 from xformer.model.config import ModelConfig
@@ -269,13 +270,13 @@ def number(value: float) -> str:
 
 
 def count(config: ModelConfig) -> int:
-    return sum(cost.parameters(config, MASKED).values())
+    return sum(parameters(config, MASKED).values())
 
 
 def models() -> list[str]:
     rows = []
     for name, config in MODELS.items():
-        parts, whole = cost.parameters(config, MASKED), count(config)
+        parts, whole = parameters(config, MASKED), count(config)
         flops = [
             cost.training_flops(config, MASKED, Workload.even(64, length, MASKING)) / (64 * length)
             for length in (128, 512)

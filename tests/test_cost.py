@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.goals import Times
 from benchmarks.scaling import reduction_seconds
 from xformer import cost
+from xformer.analysis.cost import parameters
 from xformer.data.batch import Workload
 from xformer.model.config import ModelConfig
 from xformer.ops.native import only_plain
@@ -128,7 +129,7 @@ def test_evaluation_is_a_third_of_training() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parameters_by_part_are_all_of_them(shape: str) -> None:
     config = ModelConfig(**{**SMALL, **SHAPES[shape]})
-    parts = cost.parameters(config, MLM)
+    parts = parameters(config, MLM)
     assert sum(parts.values()) == sum(p.numel() for p in Model(config, MLM).parameters())
     assert parts["word embeddings"] == 97 * config.width
     assert parts["attention"] == config.stored_layers * (4 * 39 * 39 + 4 * 39)
@@ -145,7 +146,7 @@ def test_published_sizes() -> None:
     cnn = ModelConfig(architecture="hilbert_cnn", vocab_size=9, max_positions=502)
 
     def millions(config: ModelConfig, task: Task | None = None) -> float:
-        return sum(cost.parameters(config, task).values()) / 1e6
+        return sum(parameters(config, task).values()) / 1e6
 
     assert millions(BASE, TWO) == pytest.approx(109.5, abs=0.05)
     assert millions(large, TWO) == pytest.approx(335.1, abs=0.1)

@@ -34,12 +34,13 @@ from tiny import (
 
 from xformer import checkpoint as checkpoints
 from xformer import surgery
+from xformer.analysis.cost import parameters
 from xformer.checkpoint import Head
 from xformer.config import merge, read_recipe
 from xformer.convert import hf
 from xformer.convert.describe import describe
 from xformer.convert.modern import PLACE
-from xformer.cost import forward_flops, parameters
+from xformer.cost import forward_flops
 from xformer.data import vocabularies
 from xformer.data.batch import Workload
 from xformer.data.errors import BadInput

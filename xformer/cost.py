@@ -1,4 +1,4 @@
-"""The cost of a model: its parameters, its floating-point operations, and its use of a device.
+"""The cost of a model: its floating-point operations, and its use of a device.
 
 T tokens, N rows, M masked tokens, S the sum over rows of their squared lengths; C hidden size, E
 embedding size, F inner size of the MLP, V vocabulary, K outputs of a head.
@@ -40,33 +40,6 @@ PEAKS = (
     ("RTX 3090", 71.0, 35.6),
     ("T4", 65.0, 8.1),
 )
-
-
-def parameters(config: ModelConfig, task: Task | None = None) -> dict[str, int]:
-    """The number of parameters of each part of a model with the heads of a task. Shared parameters
-    are counted once.
-
-    The parts are word embeddings, other embeddings, attention, feed-forward, norms, final norm,
-    convolutions and heads. A part that a model lacks has no entry.
-    """
-    with torch.device("meta"):
-        model = Model(config, task)
-    counts: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        part = _part(name)
-        counts[part] = counts.get(part, 0) + parameter.numel()
-    return counts
-
-
-def _part(name: str) -> str:
-    if name.startswith("encoder.embeddings"):
-        return "word embeddings" if ".word." in name else "other embeddings"
-    if name.startswith("encoder.layers"):
-        inside = name.split(".")[3]  # encoder.layers.N.attention...
-        return {"attention": "attention", "mlp": "feed-forward"}.get(inside, "norms")
-    if name.startswith("encoder"):
-        return "final norm"
-    return "convolutions" if name.startswith("cnn") else "heads"
 
 
 def forward_flops(config: ModelConfig, task: Task | None, work: Workload) -> int:

@@ -38,13 +38,14 @@ from xformer.analysis import drawing
 from xformer.analysis.examples import key_of, names_of
 from xformer.analysis.subcommand import NameList, Output, Subcommand, publish, with_progress
 from xformer.checkpoint import Checkpoint
-from xformer.cost import forward_flops, parameters, training_flops
+from xformer.cost import forward_flops, training_flops
 from xformer.data import style
 from xformer.data.batch import Batch, Workload
 from xformer.data.display import many, say
 from xformer.data.errors import BadInput
 from xformer.data.files import make_directory, read_run_json
 from xformer.freeze import freeze, weights_matching
+from xformer.model.config import ModelConfig
 from xformer.optim import OptimConfig
 from xformer.parallel import processes
 from xformer.parallel.precision import speed_note
@@ -52,7 +53,7 @@ from xformer.parallel.processes import Ranks, SystemConfig
 from xformer.prepare import PROBED
 from xformer.surgery.registry import OPERATIONS, apply, make_operation
 from xformer.tasks.known import TASKS
-from xformer.tasks.task import Head, Model
+from xformer.tasks.task import Head, Model, Task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -179,6 +180,33 @@ def _with_head(checkpoint: Checkpoint, config: CostConfig) -> Checkpoint:
         return checkpoint
     head = Head(config.head, ("0", "1") if TASKS[config.head].named_classes else ())
     return checkpoint.with_head(head, config.seed)
+
+
+def parameters(config: ModelConfig, task: Task | None = None) -> dict[str, int]:
+    """The number of parameters of each part of a model with the heads of a task. Shared parameters
+    are counted once.
+
+    The parts are word embeddings, other embeddings, attention, feed-forward, norms, final norm,
+    convolutions and heads. A part that a model lacks has no entry.
+    """
+    with torch.device("meta"):
+        model = Model(config, task)
+    counts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        part = _part(name)
+        counts[part] = counts.get(part, 0) + parameter.numel()
+    return counts
+
+
+def _part(name: str) -> str:
+    if name.startswith("encoder.embeddings"):
+        return "word embeddings" if ".word." in name else "other embeddings"
+    if name.startswith("encoder.layers"):
+        inside = name.split(".")[3]  # encoder.layers.N.attention...
+        return {"attention": "attention", "mlp": "feed-forward"}.get(inside, "norms")
+    if name.startswith("encoder"):
+        return "final norm"
+    return "convolutions" if name.startswith("cnn") else "heads"
 
 
 def parameters_and_flops(checkpoint: Checkpoint, config: CostConfig) -> dict[str, Any]:
