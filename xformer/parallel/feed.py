@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -28,6 +28,7 @@ FILLER = 0.05  # a single shape is chosen if no more of its tokens are filler
 LOOKED_AT = 512  # the sizes of this many micro-batches decide the shapes
 STEPS_AHEAD = 512  # at most this many steps are made at once; each needs 3 KiB beside its tokens
 Item = TypeVar("Item")
+Part = tuple[np.ndarray, np.ndarray]  # the examples and the epochs of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -115,34 +116,26 @@ class Feed:
 
     def _make(self, position: int) -> dict[int, Step]:
         """The step at `position` and as many more as TOKENS_AHEAD tokens allow, by position."""
-        # position, end, micro-batches, work, what each store gives
-        steps: list[tuple[int, int, int, Workload, np.ndarray | None]] = []
-        parts: list[tuple[np.ndarray, np.ndarray]] = []  # examples and epochs of a micro-batch
+        drafts: list[tuple[int, Step, list[Part]]] = []  # position, step without batches, its parts
         made = 0
-        while not steps or (made < self.at_once and position < self.stream.end):
+        while not drafts or (
+            made < self.at_once and position < self.stream.end and len(drafts) < STEPS_AHEAD
+        ):
             examples, epochs, sizes = self.stream.take(position)
-            work = self._work(examples, sizes)
-            bounds = self._bounds(sizes)
-            mine = [(examples[i:j], epochs[i:j]) for i, j in pairwise(bounds) if i < j]
-            given = self.stream.samples.given(examples, sizes)
-            steps.append((position, position + len(examples), len(mine), work, given))
-            parts += mine
-            position += len(examples)
-            made += work.tokens // self.ranks.world_size
-            if len(steps) == STEPS_AHEAD:
-                break
+            end, work = position + len(examples), self._work(examples, sizes)
+            step = Step(end, [], work, self.stream.samples.given(examples, sizes))
+            bounds = pairwise(self._bounds(sizes))
+            parts = [(examples[i:j], epochs[i:j]) for i, j in bounds if i < j]
+            drafts.append((position, step, parts))
+            position, made = end, made + work.tokens // self.ranks.world_size
         self.at_once = min(TOKENS_AHEAD, 4 * made)
-        if self.masking is None or not self.masking.changes:
-            batches = self._batches(parts, 0)  # every sample has the same share
-        else:
-            left = iter(parts)
-            batches = chain.from_iterable(
-                self._batches([*islice(left, own)], at) for at, _, own, *_ in steps
-            )
-        return {
-            at: Step(end, [*islice(batches, own)], work, given)
-            for at, end, own, work, given in steps
-        }
+        # all batches are made together, unless each step masks its own share of the tokens
+        alone = self.masking is not None and self.masking.changes
+        for group in [[draft] for draft in drafts] if alone else [drafts]:
+            batches = self._batches([part for *_, parts in group for part in parts], group[0][0])
+            for _, step, parts in group:
+                step.batches.extend(islice(batches, len(parts)))
+        return {at: step for at, step, _ in drafts}
 
     def _work(self, examples: np.ndarray, sizes: np.ndarray) -> Workload:
         """The workload of a step of these examples, which have `sizes` tokens."""
@@ -160,11 +153,9 @@ class Feed:
         first = self.ranks.rank * self.accumulate
         return [0, *cuts, len(sizes)][first : first + self.accumulate + 1]
 
-    def _batches(
-        self, parts: list[tuple[np.ndarray, np.ndarray]], position: int
-    ) -> Iterator[Batch[np.ndarray]]:
-        """A micro-batch for each part: its examples and their epochs. They are masked as in the
-        step that begins at sample `position`."""
+    def _batches(self, parts: list[Part], position: int) -> Iterator[Batch[np.ndarray]]:
+        """A micro-batch for each part. They are masked as in the step that begins at sample
+        `position`."""
         if not parts:
             return iter(())
         rows, epochs = (np.concatenate(both) for both in zip(*parts, strict=True))
