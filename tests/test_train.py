@@ -904,11 +904,11 @@ def test_a_start_says_what_it_starts_from(forks: Forks, data: Toys, tmp_path: Pa
     assert note == f"{fresh}{weights:,} weights are random; {advice}"
     job = prepare(load(Recipe, half[1:]), ALONE)
     rows = set(job.samples.at(np.arange(job.samples.per_epoch))[0].tolist())
-    columns = job.train.split.columns
+    columns = job.training_rows.split.columns
     tokens = sum(len(columns[name][row]) for name in ("tokens", "tokens_b") for row in rows)
     start = log(tmp_path / "half")[0]
     assert (start["rows"], start["tokens"], start["steps"]) == (len(rows), tokens, 1)
-    assert tokens < job.train.split.tokens
+    assert tokens < job.training_rows.split.tokens
     done = good(forks.run(*training(SMOKE, data.text, tmp_path / "text", *steps)))
     assert fresh not in done.out + done.err
 

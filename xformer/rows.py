@@ -129,7 +129,7 @@ def _rows(
     setup: Setup, rank: int, number: int, batch: Batch[np.ndarray]
 ) -> Iterator[dict[str, str]]:
     """The lines of the table for a micro-batch."""
-    split, tokenizer, store = setup.train.split, setup.start.tokenizer, setup.store
+    split, tokenizer, store = setup.training_rows.split, setup.start.tokenizer, setup.store
     stores = store.stores if isinstance(store, Joined) else [store]
     bounds = np.cumsum(
         [0, *(part.split("train").rows for part in stores if "train" in part.splits)]

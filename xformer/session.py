@@ -280,8 +280,8 @@ def announce(setup: Setup, model: Model, monitor: Monitor) -> None:
     for note in (*setup.notes, *setup.recipe.optim.notes(), *setup.schedule_notes()):
         monitor.say(note)
     limit, most = setup.recipe.batch.max_tokens, setup.start.config.max_positions
-    remedy = longest_remedy(setup.task.head, limit - setup.train.extra)
-    if note := setup.train.truncation(f"batch.max_tokens={limit}", most, remedy):
+    remedy = longest_remedy(setup.task.head, limit - setup.training_rows.extra)
+    if note := setup.training_rows.truncation(f"batch.max_tokens={limit}", most, remedy):
         monitor.say(note)
     parameters = sum(p.numel() for p in model.parameters())
     monitor.event(

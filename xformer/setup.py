@@ -38,16 +38,17 @@ SEEN = 10_000  # the mean length of a row is estimated from so many rows
 class Setup:
     """A recipe with its store, its initial checkpoint and its task, opened and checked.
 
-    `start` holds the initial weights with the new head, `train` turns training rows into batches,
-    `samples` is the order of the rows, and `metric` decides which checkpoint is the best. `notes`
-    are lines to print when the run starts, and `precision` is one to print at every start.
+    `start` holds the initial weights with the new head, `training_rows` makes batches of the
+    split 'train', `samples` is the order of its rows, and `metric` decides which checkpoint is the
+    best. `notes` are lines to print when the run starts, and `precision` is one to print at every
+    start.
     """
 
     recipe: Recipe
     ranks: Ranks
     store: Store
     start: Checkpoint
-    train: Assembler
+    training_rows: Assembler
     samples: Samples
     metric: str
     notes: list[str]
@@ -64,14 +65,14 @@ class Setup:
     def length(self) -> int:
         """The length of the run in steps; in samples if it counts epochs."""
         steps = self.recipe.train.steps
-        return steps or planned_samples(self.recipe, self.train, self.samples)
+        return steps or planned_samples(self.recipe, self.training_rows, self.samples)
 
     @cached_property
     def unit(self) -> float:
         """The length of a step in the unit of `length`: 1 step, or its number of samples, which is
         estimated if it has `batch.tokens`."""
         steps = self.recipe.train.steps
-        return 1 if steps else rows_per_step(self.recipe, self.train, self.samples)
+        return 1 if steps else rows_per_step(self.recipe, self.training_rows, self.samples)
 
     @property
     def planned_steps(self) -> int:
@@ -87,7 +88,7 @@ class Setup:
             # not from the rows at the beginning: if their lengths differ from those of later rows,
             # the masking would end at another sample than the mixture
             return self.samples.planned
-        return planned_samples(self.recipe, self.train, self.samples)
+        return planned_samples(self.recipe, self.training_rows, self.samples)
 
     @property
     def stable_phase(self) -> tuple[float, float]:
@@ -138,12 +139,12 @@ class Setup:
     def training_tokens(self) -> int:
         """The number of tokens in the training rows, before truncation and without special
         tokens."""
-        split = self.train.split
-        if self.samples.per_epoch == self.train.examples:
+        split = self.training_rows.split
+        if self.samples.per_epoch == self.training_rows.examples:
             return split.tokens
         examples, _ = self.samples.at(np.arange(self.samples.per_epoch))
         rows = rows_of(examples, split.together)
-        return int((self.train.whole_sizes(rows) - self.train.extra).sum())
+        return int((self.training_rows.whole_sizes(rows) - self.training_rows.extra).sum())
 
     def given(self, state: State) -> dict[str, dict[str, float]]:
         """What each store of a mixture has given so far; {} without a mixture."""
@@ -160,9 +161,9 @@ class Setup:
         """The training batches of this rank, step by step. If `fixed`, they have few shapes."""
         recipe, batch = self.recipe, self.recipe.batch
         end = 2**62 if recipe.train.steps else self.length
-        stream = Stream(self.samples, end, self.train.sizes, batch.rows, batch.tokens)
+        stream = Stream(self.samples, end, self.training_rows.sizes, batch.rows, batch.tokens)
         masking = self._masking() if self.task.predicts_masked else None
-        return Feed(self.train, stream, self.ranks, batch.accumulate, masking, fixed)
+        return Feed(self.training_rows, stream, self.ranks, batch.accumulate, masking, fixed)
 
     def _masking(self) -> MaskSchedule:
         """What share of the tokens is masked, and when."""
@@ -174,7 +175,7 @@ class Setup:
 
     def assembler(self, split: str) -> Assembler:
         """The assembler for a split of the run's store."""
-        return replace(self.train, split=self.store.split(split))
+        return replace(self.training_rows, split=self.store.split(split))
 
     def seed_dropout(self, step: int, micro_batch: int) -> None:
         """Seed dropout, which has its own seed in every step, micro-batch and rank."""
@@ -186,13 +187,13 @@ class Setup:
     def trajectory(self) -> Trajectory:
         """The steps at which `train.keep_at` keeps the weights. A branch leaves out the steps that
         were trained by the other run. Raises BadInput as `steps_of` does."""
-        settings, split = self.recipe.train, self.train.split
+        settings, split = self.recipe.train, self.training_rows.split
         if not settings.keep_at:
             return Trajectory()
         timeline = Timeline(
             self.feed().stream,
             settings.steps,
-            self.train.extra,
+            self.training_rows.extra,
             split.tokens,
             split.words,
             str(self.store.path),
