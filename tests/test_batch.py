@@ -536,7 +536,7 @@ def test_letters_are_not_replaced_by_letters(tmp_path: Path) -> None:
 def test_rows_of_a_column_are_counted_as_in_a_list() -> None:
     rows = [[1, 2], [], [3]]
     column = ragged(rows)
-    assert [row.tolist() for row in column] == rows
+    assert [column[i].tolist() for i in range(3)] == rows
     assert column[-1].tolist() == [3]
     with pytest.raises(IndexError):
         column[3]

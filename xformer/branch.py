@@ -27,7 +27,7 @@ LATE |= {"train.branch_from", "optim.decay"}
 
 def check_branch(setup: Setup) -> None:
     """Raise BadInput unless the run can branch from the checkpoint of `train.branch_from`. It can
-    if it would take the same steps up to there as the other run. Does nothing without
+    if both runs take the same steps up to this checkpoint. Does nothing without
     `train.branch_from`, or if the run has a checkpoint of its own."""
     recipe, given = setup.recipe, f"train.branch_from={setup.recipe.train.branch_from}"
     begun = checkpoints.by_step(Path(recipe.run) / "checkpoints") and not recipe.overwrite

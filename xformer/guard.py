@@ -1,9 +1,9 @@
 """Numerical trouble: detected on the device without waiting for it, then traced to its layer.
 
 A step is in trouble if its loss or gradient norm is not finite, or lies more than `train.spike`
-standard deviations above the running mean. The latter is tested only after WINDOW good steps, and
-not at all if `train.spike` is 0. The device drops its update, so that no weight is corrupted. The
-host learns of it when it next reads from the device.
+standard deviations above the running mean. The second test needs WINDOW good steps before it, and
+`train.spike=0` turns it off. The device drops the update of such a step, so that no weight is
+corrupted. The host learns of it when it next reads from the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from xformer.data.errors import Failure
 from xformer.parallel.replicas import Sums
-from xformer.run import SINCE_LOG, State
+from xformer.run import ON_DEVICE, State
 from xformer.session import Session
 from xformer.tasks.task import Model, some_rows
 from xformer.tracing import WEIGHT, trace
@@ -36,7 +36,7 @@ class Guard:
 
     def __init__(self, spike: float, state: State, device: torch.device):
         self.spike, self.state = spike, state
-        sums = [state.since_log[name] for name in SINCE_LOG[:4]]
+        sums = [state.since_log[name] for name in ON_DEVICE]
         self.sums = torch.tensor(sums, dtype=torch.float64, device=device)
         seen = state.statistics or [0.0] * 5
         self.seen = torch.tensor(seen, dtype=torch.float64, device=device)
@@ -97,7 +97,7 @@ class Guard:
                     f"{line}: {LIMIT} updates in a row were dropped; if the rows are good, lower "
                     f"optim.lr, now {setup.recipe.optim.lr:g}{spike}"
                 )
-        state.since_log |= dict(zip(SINCE_LOG[:4], self.sums.tolist(), strict=True))
+        state.since_log |= dict(zip(ON_DEVICE, self.sums.tolist(), strict=True))
         state.statistics = self.seen.tolist() if self.spike else []
 
     def read(self) -> list[tuple[int, int, str]]:

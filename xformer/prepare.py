@@ -42,8 +42,8 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     """Open and check everything that a recipe names. Writes nothing. Raises BadInput.
 
     `overrides` are the keys that the user typed. Other values of model.* come from the recipe's
-    file, and the checkpoint of `init=` replaces them. None means that every key of model.*
-    was typed, and no other key.
+    file, and the checkpoint of `init=` replaces them. None, for callers without a command line,
+    checks every key of model.* as if it had been typed.
 
     The setup's recipe has the values that the run uses: fp32 or bf16 in place of
     `system.precision=auto`, the model's length in place of `batch.max_tokens=0`, and the shape

@@ -117,9 +117,9 @@ class MixtureConfig(Settings):
     """The share of the rows that each store gives, in the order of `data`, such as [0.7, 0.3]. The
     weights are divided by their sum."""
     final: tuple[Annotated[float, Field(ge=0, le=1e9)], ...] = ()
-    """The weights at the end of the run. They change linearly from mixture.weights. The end is
-    estimated if the run counts train.steps and batch.tokens. The length of such a run cannot be
-    changed when it continues. Empty: the weights stay constant."""
+    """The weights at the end of the run. They change linearly from mixture.weights. With
+    train.steps and batch.tokens the end is an estimate. The length of a run with mixture.final
+    cannot be changed when it continues. Empty: the weights stay constant."""
     temperature: float = Field(0.0, ge=0)
     """Instead of weights: the weight of a store is its number of rows to the power 1/temperature. 1
     keeps the proportions of the stores, and a higher number makes them more equal. 0 turns this

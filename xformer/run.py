@@ -72,7 +72,8 @@ LISTED = 6  # how many changed settings a message names
 
 # Values for the next line of the log, summed since the last line and over all ranks. "norm" is the
 # newest gradient norm, and "seconds" are this rank's. The first four are kept on the device.
-SINCE_LOG = ("loss", "count", "correct", "norm", "tokens", "squares", "rows", "seconds")
+ON_DEVICE = ("loss", "count", "correct", "norm")  # the guard keeps these sums on the device
+SINCE_LOG = (*ON_DEVICE, "tokens", "squares", "rows", "seconds")
 
 
 @dataclass
@@ -353,8 +354,8 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def changes(pairs: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> str:
-    """What has changed, in words: the first of some pairs of `differences`. The configs of the two
-    runs have the paths whose content the identities hold as hashes."""
+    """At most LISTED of the pairs that `differences` returned, in words. `old` and `new` are the
+    runs' config.json: they have the paths of the data, of which the pairs have only hashes."""
     if others := {name: pair for name, pair in pairs.items() if name not in SAMPLES}:
         pairs = others  # the number of samples follows from these
     clauses = []

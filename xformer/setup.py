@@ -76,8 +76,8 @@ class Setup:
 
     @property
     def planned_steps(self) -> int:
-        """The number of steps of the run, if no patience ends it. It is estimated if the recipe
-        counts epochs and `batch.tokens`, because the lengths of the rows then decide."""
+        """The number of steps of the run without early stopping. With epochs and `batch.tokens` it
+        is an estimate, because it depends on the lengths of the rows."""
         return math.ceil(self.length / self.unit)
 
     @property
@@ -85,8 +85,7 @@ class Setup:
         """The number of samples in the whole run, after which the weights of a mixture and the
         share of masked tokens have their final values. See the function `planned_samples`."""
         if self.recipe.mixture.final and isinstance(self.samples, Mixture):
-            # not from the rows at the beginning: if their lengths differ from those of later rows,
-            # the masking would end at another sample than the mixture
+            # the mixture's own estimate, so that its weights and the masking end together
             return self.samples.planned
         return planned_samples(self.recipe, self.training_rows, self.samples)
 

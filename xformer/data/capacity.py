@@ -18,8 +18,8 @@ from xformer.data.store import IGNORED
 
 ALIGNED = 16  # tokens and places are multiples of this, as 16-bit matrix products like it
 SPARE = 1.25  # room for rows: this many times those of the batch with the most, plus filler rows
-# A batch that fits no capacity gets one that is larger than the largest by this share, or by twice
-# this share, four times, and so on.
+# For a batch that fits no capacity, the largest one is tried with this share added, then with twice
+# this share, four times this share, and so on.
 GROWTH = 0.05
 DEVIATIONS = 3  # standard deviations by which a batch's masked tokens may exceed their mean
 

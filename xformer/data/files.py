@@ -45,8 +45,8 @@ def installed(path: str | Path) -> Path:
 
 def near(path: Path, folders: bool = True) -> str:
     """A hint for a path that does not exist: "; did you mean X?", or "" if nothing is near. X
-    differs from the path in the name of one part. It is a folder; without `folders` it can also be
-    a file."""
+    differs from the path in the name of one part. Files are suggested only if `folders` is
+    false."""
     real = installed(path)
     wrong = real
     while not wrong.parent.exists():

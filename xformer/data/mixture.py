@@ -73,7 +73,7 @@ class Mixture(Samples):
     def _plan(self, decks: int) -> None:
         """Count the samples in the first `decks` decks. Before deck d, store i has given
         drawn[d, i] samples, its ideal number, rounded. starts[d] is their sum, the number of the
-        deck's first sample. A longer plan begins like a shorter one."""
+        deck's first sample. If a plan is extended, its first decks stay the same."""
         middles = (np.arange(decks) + 0.5) * self.deck
         done = np.minimum(middles / self.planned, 1.0)
         ideal = np.cumsum(self.deck * (self.weights + done[:, None] * self.change), axis=0)

@@ -201,7 +201,7 @@ class Encoder(nn.Module):
         """
         depth = self.config.layers if depth is None else depth
         count = len(batch.tokens if places is None else places)
-        windows = (0, self.config.window)  # of layers that attend to the whole row, and of others
+        windows = (0, self.config.window)  # [0]: layers that attend to the whole row; [1]: others
         layouts = [Layout(batch.cu_seqlens, batch.longest, window) for window in windows]
         batch, places = _padded(batch), None if places is None else pad_rows(places)
         x = self.embeddings(batch)  # (T, C)

@@ -112,8 +112,8 @@ class Replicas:
     def reduce(self, sums: Sums) -> Tensor:
         """Sum the sums over the ranks, and average the buffers over the ranks.
 
-        Returns the number by which the gradient must be divided, (): the count over all ranks,
-        divided by their number because the ranks have averaged the gradient.
+        Returns the divisor of the gradient, (): the predictions of all ranks over the number of
+        ranks. The ranks have averaged their gradients, which divided the sum by that number.
         """
         self.ranks.sum(sums.all)
         for buffer in self.buffers:

@@ -136,8 +136,8 @@ class Task(ABC):
     predicts_masked: ClassVar[bool] = False
     """Whether it predicts masked tokens. It can then learn from any text."""
     head_reads: ClassVar[Literal["tokens", "places", "examples"]] = "examples"
-    """What its own head reads: all tokens of the batch, its `places`, or one vector for each
-    row: the first token, or the mean of the row with `pooling=mean`."""
+    """What its own head reads. tokens: every token of the batch. places: the tokens at its
+    `places`. examples: one vector for each row (see `ModelConfig.pooling`)."""
     reads_pooled: ClassVar[bool] = False
     """Whether its head reads one vector for each row, pooled from its tokens. A HilbertCNN can then
     replace the encoder."""
