@@ -162,6 +162,25 @@ def test_joined_parts_hold_what_one_store_does(made: tuple[Path, list[Path], Pat
         open_store(joined)
 
 
+def test_a_file_that_changes_between_the_parts(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """The size stays the same, so only the contents tell. Two files of one name are not mistaken
+    for one."""
+    files = [tmp_path / name / "a.txt" for name in ("x", "y")]
+    for i, file in enumerate(files):
+        file.parent.mkdir()
+        file.write_text(texts(6000, i))
+    line: Line = ["preprocess.py", "text", "--input", *files, "--tokenizer", data.tokenizer]
+    parts = [tmp_path / f"part{number}" for number in range(1, 5)]
+    for number, part in enumerate(parts, 1):
+        good(forks.run(*line, "--max-tokens", "9", "--part", f"{number}/4", "--output", part))
+    good(forks.run("preprocess.py", "join", *parts, "--output", tmp_path / "joined"))
+    files[1].write_text(files[1].read_text()[::-1])
+    again = [*line, "--max-tokens", "9", "--part", "4/4", "--output", parts[3], "--overwrite"]
+    good(forks.run(*again))
+    done = forks.run("preprocess.py", "join", *parts, "--output", tmp_path / "other")
+    refused(done, "a.txt has changed between the parts; make all of them again")
+
+
 def test_joined_parts_train_like_one_store(
     forks: Forks, made: tuple[Path, list[Path], Path], tmp_path: Path
 ) -> None:

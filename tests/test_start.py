@@ -203,6 +203,21 @@ def test_a_reader_that_ends_early() -> None:
             assert (ended.returncode, (Path(place) / "done").exists()) == (status, True)
 
 
+SAY = """
+from xformer.data.display import say
+from xformer.start import run
+run(lambda: (say("a", error=True), say("b"), say("c" * 100_000, error=True)))
+"""
+
+
+@pytest.mark.parametrize("closed", ["2>/dev/full", "2>&-", "0<&- 2>&-"])
+def test_standard_error_that_takes_nothing_ends_nothing(closed: str) -> None:
+    """The disk of a cluster's log may be full, and a launcher may have closed the streams."""
+    line = f"exec {shlex.join([sys.executable, '-c', SAY])} {closed}"
+    done = subprocess.run(["sh", "-c", line], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "b\n")
+
+
 def test_nobody_is_sent_to_another_projects_package() -> None:
     """The package named `xformer` on the package index belongs to another project."""
     wrong = re.compile(r"pip install [^\n]*\bxformer\b(?!-)|\bxformer\[\w+\]")

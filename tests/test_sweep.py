@@ -14,7 +14,7 @@ from helpers import ROOT, Forks, good, refused
 
 from xformer.data.display import duration
 from xformer.data.errors import BadInput
-from xformer.study import sweep, timing
+from xformer.study import pool, sweep, timing
 from xformer.study.__main__ import cost_lines
 from xformer.study.claims import paired_test
 from xformer.study.costs import Costs
@@ -342,8 +342,10 @@ def test_the_cost_is_timed(store: Path, tmp_path: Path, monkeypatch: pytest.Monk
     "rates", ["", ', "flops_per_second": [1]', ', "flops_per_second": {"a": {}}']
 )
 def test_damaged_timings_are_measured_again(rates: str, tmp_path: Path) -> None:
-    (tmp_path / timing.FILE).write_text(f'{{"threads": 1{rates}}}\n')
-    assert timing._read(tmp_path / timing.FILE, 1) == {}
+    plan = plan_of(read("data=nowhere", "seed=0..1").text(tmp_path), tmp_path)
+    plan.root.mkdir(exist_ok=True)
+    (plan.root / timing.FILE).write_text(f'{{"threads": 1{rates}}}\n')
+    assert timing.measured(plan, pool.Local(1, 1)) == {}
 
 
 def test_probes_of_each_layer_are_timed_by_themselves(store: Path, tmp_path: Path) -> None:

@@ -297,12 +297,45 @@ BackgroundWriter.__exit__ = leave
 """
 
 
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGXCPU"])
+def test_other_signals_stop_a_run(name: str, forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """A closed terminal, Slurm's warning, and a limit of CPU time."""
+    run = tmp_path / "run"
+    line = training(SMOKE, data.text, run, *SHORT)
+    stopped = forks.run(*line, before=AT_STEP.format(step=5, signal=name, ranks="0"))
+    assert stopped.status == 128 + getattr(signal, name)
+    assert f"stopping ({name}): finishing at most two steps" in stopped.err
+    assert (run / "checkpoints/step_6").is_dir()
+    ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"  # as nohup does
+    if name == "SIGHUP":
+        good(forks.run(*line, before=ignored + AT_STEP.format(step=7, signal=name, ranks="0")))
+
+
+def test_lost_lines_of_a_log_are_pointed_out(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    line = training(SMOKE, data.text, run, *SHORT, "train.log_every=2")
+    stopped = forks.run(*line, before=AT_STEP.format(step=5, signal="SIGTERM", ranks="0"))
+    assert stopped.status == 128 + signal.SIGTERM
+    lines = (run / "log.jsonl").read_bytes().splitlines(keepends=True)
+    steps = [json.loads(text)["step"] for text in lines if b'"event": "train"' in text]
+    assert steps == [2, 4, 6]
+    (run / "log.jsonl").write_bytes(b"".join(lines[:2])[:-20])
+    done = good(forks.run(*line))
+    assert (
+        f"{run / 'log.jsonl'} is incomplete: its lines after step 0 up to step 6 are lost"
+        in done.err
+    )
+
+
 def test_a_second_interrupt_stops_at_once(forks: Forks, data: Toys, tmp_path: Path) -> None:
     """The first one announces a checkpoint. After the second, the run continues from an older
     one."""
     run, straight = tmp_path / "run", tmp_path / "straight"
     line = training(SMOKE, data.text, run, *SHORT)
-    told = "stopping: finishing at most two steps, then saving; press Ctrl-C again to stop at once"
+    told = (
+        "stopping (SIGINT): finishing at most two steps, or the validation that is running, then "
+    )
+    told += "saving; press Ctrl-C again to stop at once"
     twice = AT_STEP.format(step=2, signal="SIGINT); os.kill(os.getpid(), signal.SIGINT", ranks="0")
     stopped = forks.run(*line, before=twice)
     ending = f"before the first checkpoint; the same command starts {run} from the beginning"
@@ -362,6 +395,19 @@ def test_damaged_checkpoint_is_set_aside(forks: Forks, data: Toys, tmp_path: Pat
     assert "continuing" in done.err
     assert "from step 6" in done.err
     same(runs[1], runs[0])
+
+
+def test_a_run_without_an_undamaged_checkpoint_says_that_it_starts_again(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    line = training(SMOKE, data.text, tmp_path / "run", *SHORT)
+    killer = AT_STEP.format(step=8, signal="SIGKILL", ranks="0")
+    assert forks.run(*line, before=killer).status == -signal.SIGKILL
+    for weights in (tmp_path / "run/checkpoints").glob("*/model.safetensors"):
+        flip(weights, -9)
+    done = good(forks.run(*line))
+    assert "no undamaged checkpoint is left: the run starts from the beginning" in done.err
+    assert log(tmp_path / "run")[0]["event"] == "start"
 
 
 def flip(path: Path, place: int) -> None:
@@ -497,7 +543,7 @@ def test_raised_steps_continue_and_other_settings_are_refused(
     refused(
         forks.run(*line, "train.steps=14"), "train.steps=15 is now 14, and it can only be raised"
     )
-    counts = "train.steps=15 is now 0, which counts train.epochs; give another run="
+    counts = "train.steps=15 is now 0, which counts train.epochs; give the old value again, or ano"
     refused(forks.run(*line, "train.steps=0"), counts)
     earlier, now = ({"identity": {"train": {"steps": steps}}} for steps in (0, 6))
     with pytest.raises(BadInput, match=r"it counted train\.epochs, and now train\.steps=6;"):

@@ -101,6 +101,6 @@ def _done(setup: Setup, step: int) -> int:
 
 
 def start_branch(state: State, path: str, monitor: Monitor) -> None:
-    """Forget the best validation of the other run, and say where the branch begins."""
-    state.best_step, state.best_scores, state.worse = 0, {}, 0
+    """Forget the best validation and the log of the other run, and say where the branch begins."""
+    state.best_step, state.best_scores, state.worse, state.logged = 0, {}, 0, 0
     monitor.say(f"branching from {path} at step {state.step}")

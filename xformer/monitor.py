@@ -282,18 +282,19 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if whole else None
 
 
-def cut_log(run: Path, step: int) -> str:
+def cut_log(run: Path, step: int, logged: int = 0) -> str:
     """Remove the events after `step`, and those in ENDS, from the log of a run that restarts.
 
-    If lines up to `step` cannot be read, keeps a copy of the damaged log and returns a line that
-    says so; otherwise returns "". An incomplete last line does not count as damage, because a
-    killed run can leave one. The log is flushed before a checkpoint is written. So an incomplete
-    line belongs to a step after the checkpoint, and this step will be repeated.
+    Returns a line about damage, or "". If lines up to `step` cannot be read, a copy of the damaged
+    log is kept. An incomplete last line does not count as damage, because a killed run can leave
+    one. The log is flushed before a checkpoint is written. So an incomplete line belongs to a step
+    after the checkpoint, and this step will be repeated, unless the log has lost the line of the
+    step `logged`.
     """
     path = run / "log.jsonl"
     content = path.read_bytes() if path.exists() else b""
     *lines, torn = content.split(b"\n")
-    good, broken = [], []
+    good, broken, last = [], [], 0
     for number, line in enumerate([*lines, torn] if _record(torn) else lines, 1):
         record = _record(line)
         if record is None:
@@ -301,6 +302,7 @@ def cut_log(run: Path, step: int) -> str:
         elif record["step"] > step:
             break
         elif record["event"] not in ENDS:
+            last = max(last, record["step"] if record["event"] == "train" else 0)
             good.append(json.dumps(record) + "\n")
     damage = ""
     if broken:
@@ -310,6 +312,8 @@ def cut_log(run: Path, step: int) -> str:
         if broken[1:]:
             what = f"lines {', '.join(broken[:10])}{more} cannot be read and are"
         damage = f"{path} is damaged: {what} left out; the damaged log is kept as {copy}"
+    elif last < logged:
+        damage = f"{path} is incomplete: its lines after step {last} up to step {logged} are lost"
     write_bytes(path, "".join(good).encode())
     return damage
 

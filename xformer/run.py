@@ -93,6 +93,7 @@ class State:
     in_a_row: int = 0  # consecutive updates dropped up to now
     statistics: list[float] = field(default_factory=list)  # `Guard.seen`
     since_log: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SINCE_LOG, 0.0))
+    logged: int = 0  # the step of the newest line about training in the log; 0 if not known
 
     @classmethod
     def read(cls, checkpoint: Path) -> State:
@@ -177,7 +178,8 @@ class Run:
         reported."""
         for aside in (self.path / "checkpoints").glob(f".step_*{ASIDE}"):
             put_back(aside.with_name(aside.name.split(".")[1]))
-        for path in reversed(self._checkpoints().values()):
+        there = self._checkpoints()
+        for path in reversed(there.values()):
             try:
                 checkpoints.verify(path)
             except (BadInput, OSError) as error:
@@ -189,6 +191,8 @@ class Run:
                 say(f"{error}; {path.name} was renamed to {aside.name}", error=True)
                 continue
             return path
+        if there:
+            say("no undamaged checkpoint is left: the run starts from the beginning", error=True)
         return None
 
     def made_by(self, step: int) -> dict[str, Any] | None:
@@ -333,7 +337,7 @@ def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any])
     if refused:
         raise BadInput(
             f"run={path} was made with other settings: {changes(refused, old, new)}; "
-            "give another run=, or overwrite=true to start from the beginning"
+            "give the old value again, or another run=; overwrite=true starts from the beginning"
         )
     if changed and kept_only_weights(path):
         raise BadInput(

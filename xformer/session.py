@@ -32,6 +32,9 @@ from xformer.snapshot import Snapshot
 from xformer.tasks.task import Model
 from xformer.writer import BackgroundWriter
 
+# SIGHUP: the terminal was closed; SIGUSR1: `sbatch --signal=USR1@300`; SIGXCPU: a limit of CPU time
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
+
 
 class Due(NamedTuple):
     """What to do after a step. `any(due)` says whether there is anything to do."""
@@ -141,7 +144,7 @@ class Session:
         if given and self.done:
             self.monitor.say(*_shares(given))
         sums.zero_()
-        state.since_log = dict.fromkeys(SINCE_LOG, 0.0)
+        state.since_log, state.logged = dict.fromkeys(SINCE_LOG, 0.0), state.step
 
     def stop_if_told(self, due: Due) -> None:
         """Raise Interrupted if a rank was told to stop before the end of the run."""
@@ -394,21 +397,24 @@ def _store_checked(setup: Setup, begin: threading.Event) -> Iterator[list[str]]:
 
 @contextmanager
 def _signals(active: bool) -> Iterator[list[int]]:
-    """A list to which SIGTERM and Ctrl-C append their numbers, so that the loop can stop between
-    two steps. If `active`, the first Ctrl-C prints a line. The second raises KeyboardInterrupt. It
-    cannot damage a checkpoint, because each gets its name only when it is complete."""
+    """A list to which the signals in STOPPING append their numbers, so that the loop can stop
+    between two steps. If `active`, the first one prints a line. A second Ctrl-C raises
+    KeyboardInterrupt. It cannot damage a checkpoint, because each gets its name only when it is
+    complete."""
     received: list[int] = []
 
     def receive(number: int, _: object) -> None:
-        if number == signal.SIGINT:
-            if number in received:
-                raise KeyboardInterrupt
-            if active:
-                again = "press Ctrl-C again to stop at once, without saving"
-                say_at_once(f"stopping: finishing at most two steps, then saving; {again}")
+        if number == signal.SIGINT and number in received:
+            raise KeyboardInterrupt
+        if active and not received:
+            line = f"stopping ({signal.Signals(number).name}): finishing at most two steps, or the "
+            line += "validation that is running, then saving"
+            again = "; press Ctrl-C again to stop at once, without saving"
+            say_at_once(line + again * (number == signal.SIGINT))
         received.append(number)
 
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    # nohup ignores SIGHUP, so that the run goes on when the terminal is closed
+    numbers = [n for n in STOPPING if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     old = [signal.signal(n, receive) for n in numbers]
     try:
         yield received

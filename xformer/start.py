@@ -37,6 +37,7 @@ def run(main: Callable[[], None]) -> None:
     Under torchrun only rank 0 prints. Errors other than BadInput, Failure, Interrupted and those of
     the disk are bugs, and keep their traceback.
     """
+    open_standard_streams()
     end_with_parent()
     share_cores()
     search_for_garbage_seldom()
@@ -75,6 +76,14 @@ def as_command(name: str) -> None:
     # two modules with one file would keep pydantic from the docstrings of the fields
     del sys.modules["__main__"].__file__
     import_module("xformer.command").main()
+
+
+def open_standard_streams() -> None:
+    """Open /dev/null for each standard stream that is closed, so that no other file gets its
+    number."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w"))  # noqa: SIM115
 
 
 def share_cores() -> None:

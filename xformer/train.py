@@ -95,7 +95,7 @@ def _train_from(
     ranks, recipe = setup.ranks, setup.recipe
     model, optimizer = _model_and_optimizer(setup, begun, own)
     logged_until = state.step if own else -1
-    damage = cut_log(run.path, logged_until) if ranks.rank == 0 else ""
+    damage = cut_log(run.path, logged_until, state.logged * own) if ranks.rank == 0 else ""
     unit = "step" if recipe.train.steps else "sample"
     done = setup.done_at(state.step, state.position)
     with Monitor(run.path, ranks.rank == 0, logged_until, done, setup.length, unit) as monitor:

@@ -141,6 +141,10 @@ def write_text_store(
             held_out = files[len(splits["train"]) :] if part[0] == 1 else []
             files = [*(path for path, *_ in files_of_part(splits["train"], part)), *held_out]
         origin = {**origin, "sources": sources(files), "max_tokens": max_tokens}
+        if part is not None:
+            numbers = (str(splits["train"].index(path)) for path in files if path not in held_out)
+            sums = (source["sha256"] for source in origin["sources"])
+            origin["part"]["sums"] = dict(zip(numbers, sums, strict=False))
         store.finish("text", [], None, {**origin, **options.bad.as_origin()})
         return store.splits
 
@@ -148,7 +152,8 @@ def write_text_store(
 def _record(
     part: tuple[int, int], paths: list[Path], options: TextOptions, made_with: list[Any]
 ) -> dict[str, Any]:
-    """What the origin of a part records about it. Parts of the same store have equal `input`."""
+    """What the origin of a part records about it. Parts of the same store have equal `input`. The
+    caller adds `sums`: {number of a file in the whole input: its SHA-256}."""
     files = [[path.name, path.stat().st_size] for path in paths]
     skip = options.skip and options.skip.pattern
     how = [options.by_line, skip, options.format, options.json_field, options.bad.skip, READ]

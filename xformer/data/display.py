@@ -50,11 +50,13 @@ def say(*lines: str, error: bool = False) -> None:
 
 @contextmanager
 def _if_anyone_reads() -> Iterator[None]:
-    """A context that writes to standard error. Once its reader or its terminal has gone, what is
-    written is lost."""
+    """A context that writes to standard error. What cannot be written is lost: a run must not end
+    because nobody reads its lines any more, or because the disk of their file is full."""
     try:
         yield
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ESTALE):
+            return  # later lines may be written again
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

@@ -231,7 +231,8 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
         if job.done:  # perhaps by a call without kept=
             ledger.keep(job, again=False)
     ledger.unpack()
-    outcomes = pool.run_plan(plan, executor, ledger.keep)
+    rates = timing.measured(plan, executor) if isinstance(executor, pool.Local) else {}
+    outcomes = pool.run_plan(plan, executor, ledger.keep, rates)
     say(*write_report(Results(plan), outcomes, directory).split("\n"))
     names = ["report.html", "report.md", "results.csv"]
     names += ["headline.png"] if (directory / "headline.png").exists() else []

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import forkserver, get_context
@@ -546,15 +546,18 @@ def discard(job: Job) -> None:
 
 
 def run_plan(
-    plan: Plan, executor: Executor, keep: Callable[[Job, bool], str]
+    plan: Plan,
+    executor: Executor,
+    keep: Callable[[Job, bool], str],
+    rates: Mapping[str, float] | None = None,
 ) -> dict[str, Outcome]:
     """Run the jobs of a plan that must be done, and show progress and the time left. `keep` is
     called with each job that is done and whether it ran now. It returns a line for the user, or
-    nothing."""
+    nothing. `rates` are known FLOP/s by kind of run."""
     signals: list[int] = []
     old = {number: signal.signal(number, lambda n, _: signals.append(n)) for number in SIGNALS}
     try:
-        with StudyProgress(plan, executor.slots, keep) as progress:
+        with StudyProgress(plan, executor.slots, keep, rates) as progress:
 
             def changed(outcomes: dict[str, Outcome]) -> None:
                 progress.show(outcomes)
@@ -592,8 +595,14 @@ class StudyProgress(Progress):
     """The progress of a study: a line for each job that ends and one per minute, with the time
     left; on a terminal also a bar."""
 
-    def __init__(self, plan: Plan, slots: int, keep: Callable[[Job, bool], str]):
-        self.plan, self.slots, self.keep = plan, slots, keep
+    def __init__(
+        self,
+        plan: Plan,
+        slots: int,
+        keep: Callable[[Job, bool], str],
+        rates: Mapping[str, float] | None = None,
+    ):
+        self.plan, self.slots, self.keep, self.rates = plan, slots, keep, rates or {}
         self.open = to_do(plan.jobs.values(), plan.wanted)
         self.said: set[str] = set()
         self.looked = self.estimated = self.ended = time.monotonic()
@@ -646,5 +655,6 @@ class StudyProgress(Progress):
 
     def _estimate(self) -> None:
         costs = Costs(Forecast(self.plan))
+        costs.rates = {**self.rates, **costs.rates}
         self.seconds = {key: costs.guess(job) for key, job in self.open.items()}
         self.estimated = time.monotonic()

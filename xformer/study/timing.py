@@ -36,7 +36,7 @@ def measure(plan: Plan, costs: Costs, todo: Iterable[Job], executor: Local) -> N
     """Add the FLOP/s of more kinds of runs to the `costs`. Those in OUTPUT/timings.json are read.
     For each other kind the first run in `todo` that can start is timed. All timings together take
     LIMIT seconds at most."""
-    known = _read(plan.root / FILE, executor.threads)
+    known = measured(plan, executor)
     wanted: dict[str, tuple[Job, Work]] = {}
     for job in todo:
         work = costs.work.get(job.key)
@@ -65,12 +65,12 @@ def other_work() -> list[str]:
     return [f"other work is running: load {load:.1f} on {cores} cores"]
 
 
-def _read(path: Path, threads: int) -> dict[str, float]:
-    """The FLOP/s by kind that an earlier call wrote. If runs had another number of threads then,
-    they are ignored."""
+def measured(plan: Plan, executor: Local) -> dict[str, float]:
+    """The FLOP/s by kind that `measure` wrote. If runs had another number of threads then, they are
+    ignored."""
     with suppress(BadInput, KeyError, TypeError, ValueError, AttributeError):  # it is damaged
-        content = read_json(path)
-        if content["threads"] == threads:
+        content = read_json(plan.root / FILE)
+        if content["threads"] == executor.threads:
             return {kind: float(rate) for kind, rate in content["flops_per_second"].items()}
     return {}
 
