@@ -34,6 +34,7 @@ from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.store import IGNORED, UNLABELLED, UNSEEN, Ragged, Split, Store, is_bio, open_store
 from xformer.data.tokenizers import Tokenizer
+from xformer.evaluate import _labels
 from xformer.preprocess import cli
 from xformer.preprocess.tasks.first_tokens import encode_words
 from xformer.tasks import tag
@@ -382,6 +383,8 @@ def test_scores_equal_slow_loops() -> None:
     metrics = predictions(outputs, split, names).metrics()
     resamples_as_scored(predictions(outputs, split, names))
     scored = [i for i in range(len(gold)) if gold[i] not in (IGNORED, UNLABELLED) and said[i] >= 0]
+    counted = _labels(task_of(Head("tag", names)), predictions(outputs, split, names))
+    assert counted == {"labels": len(scored)}
     assert metrics["accuracy"] == np.mean([gold[i] == said[i] for i in scored])
     assert metrics["loss"] == pytest.approx(np.mean([losses[i] for i in scored if gold[i] >= 0]))
     each = []

@@ -41,7 +41,7 @@ from xformer.parallel.precision import fast_on, reason_for_bf16, speed_note
 from xformer.parallel.processes import ALONE, Ranks, SystemConfig
 from xformer.predictions import write
 from xformer.scoring import check_kind, longest_remedy, outputs_of, score
-from xformer.tasks.task import Task, as_table, check_finite, to_device
+from xformer.tasks.task import Predictions, Task, as_table, check_finite, to_device
 
 # A function that writes the rows of a file as the split `input` of a new store. Arguments: file,
 # head, tokenizer, path of the store, columns, id. It is in preprocess/, which this module may not
@@ -373,6 +373,7 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
             "data": config.data,
             "split": config.split,
             "rows": assembler.split.rows,
+            **_labels(task, scores.predictions),
             "precision": config.system.precision,
             "metrics": scores.metrics,
         }
@@ -431,6 +432,14 @@ def _check_threshold(config: EvaluateConfig, task: Task) -> None:
             f"threshold= applies only to span heads, but this checkpoint's head is {task.name}: "
             "leave it out"
         )
+
+
+def _labels(task: Task, predictions: Predictions) -> dict[str, int]:
+    """How many labels the metrics cover, those of questions and words included. Truncated words and
+    rows without a label do not count."""
+    if task.predicts_masked:
+        return {}
+    return {"labels": len(next(iter(task.weighted(predictions).values())).labels)}
 
 
 def _say_truncated(checkpoint: Checkpoint, assembler: Assembler, remedy: str = "") -> None:
