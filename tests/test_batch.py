@@ -523,14 +523,20 @@ def test_a_foreign_store_names_the_mapping_for_its_case(tmp_path: Path) -> None:
     assert mapping.build_mapping("symbols:0", dna, BERT) is not None
 
 
-def test_letters_are_not_replaced_by_letters(tmp_path: Path) -> None:
-    """A random mapping from one alphabet to another would shuffle residues in silence."""
+def test_a_store_of_letters_is_made_for_a_model_of_letters(tmp_path: Path) -> None:
+    """A random mapping from one alphabet to another would shuffle residues, so it is not advised.
+    Artificial corpora have symbols, too, but no letters."""
     dna = made_store(tmp_path / "dna", vocabularies.symbols("ACGT"), [[5, 6]])
-    for spec in ("none", "symbols:0", "unused:0"):
-        with pytest.raises(BadInput, match="reads letters, too: make it again with --tokenizer CH"):
-            mapping.build_mapping(spec, dna, vocabularies.symbols("ACGTN"))
+    letters = vocabularies.symbols("ACGTN")
+    with pytest.raises(BadInput, match="reads letters, too: make it again with --tokenizer CHECKP"):
+        mapping.build_mapping("none", dna, letters)
+    assert mapping.build_mapping("symbols:0", dna, letters) is not None  # if it is asked for
     words = vocabularies.symbols([f"w{i}" for i in range(9)], separated=True)
-    assert mapping.build_mapping("symbols:0", dna, words) is not None
+    with pytest.raises(BadInput, match="give mapping=symbols:0"):
+        mapping.build_mapping("none", dna, words)
+    artificial = made_store(tmp_path / "words", words, [[5, 6]])
+    with pytest.raises(BadInput, match="mapping=ids keeps the ids"):
+        mapping.build_mapping("none", artificial, letters)
 
 
 def test_rows_of_a_column_are_counted_as_in_a_list() -> None:

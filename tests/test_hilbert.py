@@ -20,10 +20,11 @@ from toys import Toys
 
 from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint, Head
+from xformer.config import load
 from xformer.convert.describe import describe
 from xformer.data.batch import Batch
-from xformer.data.errors import BadInput
 from xformer.data.files import read_json
+from xformer.data.rows import write_store
 from xformer.data.store import open_store
 from xformer.data.vocabularies import symbols
 from xformer.model.config import ModelConfig
@@ -34,9 +35,11 @@ from xformer.model.hilbert import (
     image,
     image_size,
     initial_std,
-    letters_of,
 )
 from xformer.parallel.feed import to_device
+from xformer.parallel.processes import ALONE
+from xformer.prepare import prepare
+from xformer.recipe import Recipe
 from xformer.tasks.task import Model
 
 LETTERS = "ACGTDNRS"
@@ -437,11 +440,18 @@ Replicas.reduce = reduce
     assert (actual[0, ::2] != actual[1, ::2]).any(1).all()
 
 
-def test_proteins_are_not_read_as_dna() -> None:
-    """A, C, G and T are amino acids, too."""
-    assert letters_of(symbols("ACGTDNRS")) == (5, 6, 7, 8)
-    with pytest.raises(BadInput, match="reads DNA; the store's tokenizer also has E F I L P Q"):
-        letters_of(symbols("ACDEFGHIKLMNPQRSTVWY"))
+def test_proteins_are_not_dna(data: Toys, tmp_path: Path) -> None:
+    """A, C, G and T are amino acids, too. A store of DNA may have been made with the tokenizer of
+    ESM-2, so this is a warning."""
+    proteins = symbols("ACDEFGHIKLMNPQRSTVWY")
+    rows = [("ACGT" * 3, "ab"[i % 2]) for i in range(8)]
+    write_store(tmp_path / "s", proteins, {"train": rows}, ["a", "b"])
+    job = prepare(
+        load(Recipe, line(tmp_path / "s", tmp_path / "run", "train.select=last")[1:]), ALONE
+    )
+    assert any("hilbert_cnn reads only A C G T" in note for note in job.notes)
+    job = prepare(load(Recipe, line(data.splice, tmp_path / "run")[1:]), ALONE)
+    assert not any("hilbert_cnn reads" in note for note in job.notes)
 
 
 REFUSED: dict[str, tuple[str, list[str], list[str]]] = {

@@ -266,6 +266,20 @@ def _notes(
         if recipe.model.architecture == "transformer":
             line += "; init=CHECKPOINT, such as init=micro/english, starts from a trained encoder"
         notes.append(line)
+    letters = (start.source or start.tokenizer).letters
+    if recipe.model.architecture == "hilbert_cnn" and "L" in start.tokenizer.pieces:
+        notes.append(
+            "warning: hilbert_cnn reads only A C G T; the store's tokenizer is of proteins"
+        )
+    if (
+        mapping.parse(recipe.mapping)[0] in ("symbols", "unused")
+        and letters
+        and start.tokenizer.letters
+    ):
+        line = (
+            f"warning: mapping={recipe.mapping} exchanges letters at random; a store that is made"
+        )
+        notes.append(f"{line} with --tokenizer CHECKPOINT keeps them")
     if recipe.init is not None and fresh:
         parts = _parts(fresh)
         why = ""
@@ -364,7 +378,7 @@ def _pair_scale(recipe: Recipe, store: Store) -> float:
 
 def _missing_classes(recipe: Recipe, store: Store, samples: Samples) -> str:
     """A line that names the classes of which `fraction` leaves no row; "" if there are none."""
-    if recipe.fraction == 1 or store.kind != "class":
+    if recipe.fraction == 1 or store.kind != "class" or isinstance(samples, Mixture):
         return ""
     rows, _ = samples.at(np.arange(samples.per_epoch))
     seen = set(np.asarray(store.split("train").columns["label"])[rows].tolist())

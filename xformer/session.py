@@ -406,15 +406,17 @@ def _signals(active: bool) -> Iterator[list[int]]:
     def receive(number: int, _: object) -> None:
         if number == signal.SIGINT and number in received:
             raise KeyboardInterrupt
-        if active and not received:
+        if active and (not received or number == signal.SIGINT):
             line = f"stopping ({signal.Signals(number).name}): finishing at most two steps, or the "
             line += "validation that is running, then saving"
             again = "; press Ctrl-C again to stop at once, without saving"
             say_at_once(line + again * (number == signal.SIGINT))
         received.append(number)
 
-    # nohup ignores SIGHUP, so that the run goes on when the terminal is closed
-    numbers = [n for n in STOPPING if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    # a signal that is ignored stays so: nohup ignores SIGHUP; but scripts ignore SIGINT for jobs
+    # in the background
+    always = (signal.SIGTERM, signal.SIGINT)
+    numbers = [n for n in STOPPING if n in always or signal.getsignal(n) != signal.SIG_IGN]
     old = [signal.signal(n, receive) for n in numbers]
     try:
         yield received

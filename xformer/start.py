@@ -74,7 +74,7 @@ def as_command(name: str) -> None:
     """
     sys.argv.insert(1, name)
     # two modules with one file would keep pydantic from the docstrings of the fields
-    del sys.modules["__main__"].__file__
+    vars(sys.modules["__main__"]).pop("__file__", None)
     import_module("xformer.command").main()
 
 

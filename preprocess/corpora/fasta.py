@@ -49,7 +49,7 @@ def read_fasta(
             elif start == 0 and line.strip():
                 raise BadInput(
                     f"{path}:{number}: text before the first header; begin each record with a line "
-                    "`>name`"
+                    "`>name`, or give a file that is not FASTA another ending"
                 )
             elif good:
                 parts.append(line.translate(None, _SPACE).upper())

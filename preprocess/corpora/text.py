@@ -154,7 +154,7 @@ def _record(
 ) -> dict[str, Any]:
     """What the origin of a part records about it. Parts of the same store have equal `input`. The
     caller adds `sums`: {number of a file in the whole input: its SHA-256}."""
-    files = [[path.name, path.stat().st_size] for path in paths]
+    files = [[path.name, path.stat().st_size, inputs.format_of(path)] for path in paths]
     skip = options.skip and options.skip.pattern
     how = [options.by_line, skip, options.format, options.json_field, options.bad.skip, READ]
     digest = sha256(repr([part[1], files, how, made_with]).encode()).hexdigest()

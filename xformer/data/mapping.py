@@ -52,7 +52,9 @@ def build_mapping(
     name, number = parse(spec)
     same = store.fingerprint == model.fingerprint
     if not same:
-        check_foreign_store(spec, store.name, store.tokenizer().kind == "symbols", model.letters)
+        own = store.tokenizer()
+        letters = own.letters and model.letters
+        check_foreign_store(spec, store.name, own.kind == "symbols", letters)
     else:
         check_own_store(spec, store.name)
     if name == "ids":
@@ -81,10 +83,10 @@ def check_foreign_store(
 ) -> None:
     """Raise BadInput if a mapping cannot be used with a store whose tokenizer is not the
     checkpoint's. `store` is the store's name, and `symbols` says whether it holds letters, pitches
-    or other symbols instead of text (None: not known). `letters` says whether the checkpoint reads
-    letters, too, such as those of proteins."""
+    or other symbols instead of text (None: not known). `letters` says whether both are read letter
+    by letter, as DNA and proteins are."""
     name, _ = parse(spec)
-    if letters and symbols and name in ("none", "symbols", "unused"):
+    if name == "none" and letters:
         raise BadInput(
             f"{store} was made with a different tokenizer from the checkpoint's, which reads "
             "letters, too: make it again with --tokenizer CHECKPOINT"

@@ -28,17 +28,11 @@ EPSILON = 1e-3  # added to a variance
 
 
 def letters_of(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids of A, C, G and T. Raises BadInput if one of them is not a token, or if there are
-    letters that occur in proteins only."""
+    """The ids of A, C, G and T. Raises BadInput if one of them is not a token."""
     if missing := [letter for letter in "ACGT" if letter not in tokenizer.pieces]:
         raise BadInput(
             "model.architecture=hilbert_cnn reads the letters A C G T as tokens; the store's "
             f"tokenizer lacks {' '.join(missing)}; make the store with one of --kind symbols"
-        )
-    if others := [letter for letter in "EFILPQ" if letter in tokenizer.pieces]:
-        raise BadInput(
-            "model.architecture=hilbert_cnn reads DNA; the store's tokenizer also has "
-            f"{' '.join(others)}, which are not letters of DNA"
         )
     return tuple(tokenizer.pieces.index(letter) for letter in "ACGT")
 

@@ -53,12 +53,13 @@ SPECIAL = 5  # tokens that every tokenizer of `preprocess.py tokenizer` has besi
 @dataclass(frozen=True)
 class TokenizerFacts:
     """A tokenizer. Two with the same `maker` are equal. `size` is the number of its pieces, special
-    ones included. `letters` says whether each symbol is one id, and `learned` whether
-    `preprocess.py tokenizer` trains it."""
+    ones included. `letters` says whether each symbol is one id, `alphabet` whether each is known to
+    be one letter, and `learned` whether `preprocess.py tokenizer` trains it."""
 
     maker: str
     size: int | None = None
     letters: bool | None = None
+    alphabet: bool = False
     learned: bool = False
     fingerprint: str | None = None
 
@@ -387,7 +388,9 @@ class Forecast:
         self._check_surgery(self.at(recipe.init), recipe.surgery)
         model = self.made(job)
         if store.tokenizer.is_other(model.tokenizer):
-            mapping.check_foreign_store(recipe.mapping, store.name, store.tokenizer.letters)
+            own = store.tokenizer
+            alphabets = own.alphabet and model.tokenizer.alphabet
+            mapping.check_foreign_store(recipe.mapping, store.name, own.letters, alphabets)
         elif store.tokenizer.is_same(model.tokenizer):
             mapping.check_own_store(recipe.mapping, store.name)
         pieces = (model.shape.vocab_size if model.shape else 0) or model.tokenizer.size
@@ -462,7 +465,8 @@ def _read(path: Path, facts: Facts) -> Facts:
     with suppress(*UNREADABLE):
         meta = read_json(path / META)
         size, letters = int(meta["vocab_size"]), meta["kind"] == "symbols"
-        sure = TokenizerFacts(str(path), size, letters, fingerprint=str(meta["fingerprint"]))
+        alphabet, fingerprint = letters and not meta["separated"], str(meta["fingerprint"])
+        sure = TokenizerFacts(str(path), size, letters, alphabet, fingerprint=fingerprint)
         facts = replace(facts, tokenizer=sure)
     return facts
 
