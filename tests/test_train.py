@@ -39,8 +39,10 @@ from xformer.data.batch import Batch, Workload
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.mixture import Mixture
+from xformer.data.rows import write_store
 from xformer.data.sampler import Samples
 from xformer.data.store import open_store
+from xformer.data.vocabularies import symbols
 from xformer.monitor import Monitor, curves, peak_memory
 from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import ALONE, Ranks
@@ -972,6 +974,20 @@ def test_a_fraction_without_a_class_is_pointed_out(
     assert f"warning: fraction=0.001 leaves no row of {gone}" in job.notes
     whole = prepare(load(Recipe, training(CLASSIFY, data.classes, tmp_path / "all")[1:]), ALONE)
     assert not any("leaves no row" in note for note in whole.notes)
+
+
+def test_letters_that_are_exchanged_at_random_are_pointed_out(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    good(forks.run(*training(SMOKE, data.splice, tmp_path / "run", "train.steps=1")))
+    write_store(tmp_path / "s", symbols("ACGT"), {"train": ["ACGT" * 4] * 8})
+    line = training(
+        SMOKE, tmp_path / "s", tmp_path / "x", f"init={tmp_path / 'run'}", "train.select=last"
+    )
+    with pytest.raises(BadInput, match="reads letters, too: make it again with --tokenizer"):
+        prepare(load(Recipe, line[1:]), ALONE)
+    notes = prepare(load(Recipe, [*line[1:], "mapping=symbols:0"]), ALONE).notes
+    assert any("mapping=symbols:0 exchanges letters at random" in note for note in notes)
 
 
 def test_a_run_with_nothing_to_score_says_how_it_ended(

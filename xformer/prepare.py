@@ -266,20 +266,14 @@ def _notes(
         if recipe.model.architecture == "transformer":
             line += "; init=CHECKPOINT, such as init=micro/english, starts from a trained encoder"
         notes.append(line)
-    letters = (start.source or start.tokenizer).letters
     if recipe.model.architecture == "hilbert_cnn" and "L" in start.tokenizer.pieces:
+        notes.append("warning: hilbert_cnn reads only A C G T; the store's tokenizer has L, too")
+    at_random = mapping.parse(recipe.mapping)[0] in ("symbols", "unused")
+    if at_random and start.tokenizer.letters and (start.source or start.tokenizer).letters:
         notes.append(
-            "warning: hilbert_cnn reads only A C G T; the store's tokenizer is of proteins"
+            f"warning: mapping={recipe.mapping} exchanges letters at random; a store that is made "
+            "with --tokenizer CHECKPOINT keeps them"
         )
-    if (
-        mapping.parse(recipe.mapping)[0] in ("symbols", "unused")
-        and letters
-        and start.tokenizer.letters
-    ):
-        line = (
-            f"warning: mapping={recipe.mapping} exchanges letters at random; a store that is made"
-        )
-        notes.append(f"{line} with --tokenizer CHECKPOINT keeps them")
     if recipe.init is not None and fresh:
         parts = _parts(fresh)
         why = ""
