@@ -82,15 +82,6 @@ def relative(path: Path, start: Path) -> str:
     return os.path.relpath(path.resolve(), origin)
 
 
-def _changed(part: Store, other: Store) -> str:
-    """The name of a file of which two parts read different contents; "" if there is none. Parts of
-    earlier versions have no `sums`."""
-    sums, others = (store.meta["origin"]["part"].get("sums", {}) for store in (part, other))
-    files = (source["file"] for source in part.meta["origin"]["sources"])
-    read = zip(sums.items(), files, strict=False)  # held-out files come last and have no number
-    return next((file for (n, s), file in read if others.get(n, s) != s), "")
-
-
 def in_order(stores: Sequence[Store]) -> list[Store]:
     """Stores that `text --part` made, in the order of their numbers; other stores as given. Raises
     BadInput if a part is missing or given twice, or if some are not parts of the same store."""
@@ -98,6 +89,7 @@ def in_order(stores: Sequence[Store]) -> list[Store]:
     if not any(records):
         return list(stores)
     numbered: dict[int, Store] = {}
+    sums: dict[str, str] = {}  # of the input files, by their number in the whole input
     first, its_input = next((s, r["input"]) for s, r in zip(stores, records, strict=True) if r)
     for store, record in zip(stores, records, strict=True):
         if record is None:
@@ -110,8 +102,14 @@ def in_order(stores: Sequence[Store]) -> list[Store]:
                 f"{first.name} and {store.name} are not parts of one store: they were made with "
                 "other input files, options or --part"
             )
-        if file := next(filter(None, (_changed(store, o) for o in numbered.values())), None):
-            raise BadInput(f"{file} has changed between the parts; make all of them again")
+        # earlier versions recorded no `sums`
+        for (number, expected), source in zip(
+            record.get("sums", {}).items(), store.meta["origin"]["sources"], strict=False
+        ):
+            if sums.setdefault(number, expected) != expected:
+                raise BadInput(
+                    f"{source['file']} has changed between the parts; make all of them again"
+                )
         other = numbered.setdefault(record["number"], store)
         if other is not store:
             raise BadInput(f"{other.name} and {store.name} are the same part; give one of them")

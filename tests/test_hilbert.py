@@ -449,7 +449,7 @@ def test_proteins_are_not_dna(data: Toys, tmp_path: Path) -> None:
     job = prepare(
         load(Recipe, line(tmp_path / "s", tmp_path / "run", "train.select=last")[1:]), ALONE
     )
-    assert any("hilbert_cnn reads only A C G T" in note for note in job.notes)
+    assert any("hilbert_cnn reads A C G T alone" in note for note in job.notes)
     job = prepare(load(Recipe, line(data.splice, tmp_path / "run")[1:]), ALONE)
     assert not any("hilbert_cnn reads" in note for note in job.notes)
 

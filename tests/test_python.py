@@ -187,7 +187,7 @@ def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
         ("null.jsonl", None, "null.jsonl:2: the column 'text' is null"),
         ("lines", None, "lines:3: not valid UTF-8"),
         ("nothing", None, "nothing does not exist"),
-        ("p.fna", "text", "p.fna is FASTA, which has no columns; leave column= out"),
+        ("p.fna", "text", "p.fna is FASTA and has no columns: leave out column="),
     ):
         with pytest.raises(BadInput, match=words):
             read_texts(tmp_path / file, column)

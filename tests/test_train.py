@@ -971,9 +971,9 @@ def test_a_fraction_without_a_class_is_pointed_out(
     kept = {store.labels[i] for i in np.asarray(store.split("train").columns["label"])[rows]}
     gone = ", ".join(name for name in store.labels if name not in kept)
     assert 0 < len(kept) < len(store.labels)
-    assert f"warning: fraction=0.001 leaves no row of {gone}" in job.notes
+    assert f"warning: fraction=0.001 leaves out every row of {gone}" in job.notes
     whole = prepare(load(Recipe, training(CLASSIFY, data.classes, tmp_path / "all")[1:]), ALONE)
-    assert not any("leaves no row" in note for note in whole.notes)
+    assert not any("leaves out every row" in note for note in whole.notes)
 
 
 def test_letters_that_are_exchanged_at_random_are_pointed_out(

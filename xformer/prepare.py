@@ -267,7 +267,10 @@ def _notes(
             line += "; init=CHECKPOINT, such as init=micro/english, starts from a trained encoder"
         notes.append(line)
     if recipe.model.architecture == "hilbert_cnn" and "L" in start.tokenizer.pieces:
-        notes.append("warning: hilbert_cnn reads only A C G T; the store's tokenizer has L, too")
+        notes.append(
+            "warning: hilbert_cnn reads A C G T alone, but the store's tokenizer also has letters "
+            "of proteins"
+        )
     at_random = mapping.parse(recipe.mapping)[0] in ("symbols", "unused")
     if at_random and start.tokenizer.letters and (start.source or start.tokenizer).letters:
         notes.append(
@@ -371,13 +374,14 @@ def _pair_scale(recipe: Recipe, store: Store) -> float:
 
 
 def _missing_classes(recipe: Recipe, store: Store, samples: Samples) -> str:
-    """A line that names the classes of which `fraction` leaves no row; "" if there are none."""
+    """A warning that names the classes whose rows `fraction` all leaves out; "" if there are
+    none."""
     if recipe.fraction == 1 or store.kind != "class" or isinstance(samples, Mixture):
         return ""
     rows, _ = samples.at(np.arange(samples.per_epoch))
     seen = set(np.asarray(store.split("train").columns["label"])[rows].tolist())
     gone = ", ".join(name for i, name in enumerate(store.labels) if i not in seen)
-    return f"warning: fraction={recipe.fraction} leaves no row of {gone}" if gone else ""
+    return f"warning: fraction={recipe.fraction} leaves out every row of {gone}" if gone else ""
 
 
 def _class_weights(recipe: Recipe, store: Store, samples: Samples) -> tuple[float, ...]:

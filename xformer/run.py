@@ -71,7 +71,7 @@ SAMPLES = {"mixture.samples": "mixture.final", "masking.samples": "masking.final
 LISTED = 6  # how many changed settings a message names
 
 # Values for the next line of the log, summed since the last line and over all ranks. "norm" is the
-# newest gradient norm, and "seconds" are this rank's. The first four are kept on the device.
+# newest gradient norm, and "seconds" are this rank's.
 ON_DEVICE = ("loss", "count", "correct", "norm")  # the guard keeps these sums on the device
 SINCE_LOG = (*ON_DEVICE, "tokens", "squares", "rows", "seconds")
 

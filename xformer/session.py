@@ -413,8 +413,8 @@ def _signals(active: bool) -> Iterator[list[int]]:
             say_at_once(line + again * (number == signal.SIGINT))
         received.append(number)
 
-    # a signal that is ignored stays so: nohup ignores SIGHUP; but scripts ignore SIGINT for jobs
-    # in the background
+    # A signal that is already ignored stays ignored, such as SIGHUP under nohup. SIGINT is an
+    # exception, because shells ignore it for jobs in the background.
     always = (signal.SIGTERM, signal.SIGINT)
     numbers = [n for n in STOPPING if n in always or signal.getsignal(n) != signal.SIG_IGN]
     old = [signal.signal(n, receive) for n in numbers]

@@ -138,13 +138,15 @@ def write_text_store(
         if part is not None:
             made_with = [max_tokens, documents, tokenizer.fingerprint]
             origin = {**origin, "part": _record(part, splits["train"], options, made_with)}
-            held_out = files[len(splits["train"]) :] if part[0] == 1 else []
-            files = [*(path for path, *_ in files_of_part(splits["train"], part)), *held_out]
+            read = [path for path, *_ in files_of_part(splits["train"], part)]
+            files = [*read, *(files[len(splits["train"]) :] if part[0] == 1 else [])]
         origin = {**origin, "sources": sources(files), "max_tokens": max_tokens}
         if part is not None:
-            numbers = (str(splits["train"].index(path)) for path in files if path not in held_out)
-            sums = (source["sha256"] for source in origin["sources"])
-            origin["part"]["sums"] = dict(zip(numbers, sums, strict=False))
+            numbers = {path: str(number) for number, path in enumerate(splits["train"])}
+            origin["part"]["sums"] = {
+                numbers[path]: source["sha256"]
+                for path, source in zip(read, origin["sources"], strict=False)
+            }
         store.finish("text", [], None, {**origin, **options.bad.as_origin()})
         return store.splits
 

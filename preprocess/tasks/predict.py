@@ -117,7 +117,7 @@ def read_texts(path: Path, column: str | None = None) -> list[str]:
     check_files([path])
     if extension(path) in FASTA:
         if column is not None:
-            raise BadInput(f"{path} is FASTA, which has no columns; leave column= out")
+            raise BadInput(f"{path} is FASTA and has no columns: leave out column=")
         return [sequence for _, _, sequence in read_fasta(path)]
     if column is None and extension(path) not in TABLES:
         return [line for _, line in read_lines(path)]

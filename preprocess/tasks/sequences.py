@@ -226,7 +226,7 @@ def _check_columns(columns: dict[Path, list[str] | None], arguments: argparse.Na
 
 
 def _say_label(path: Path, form: Sequences) -> None:
-    """Say which field of the headers of a FASTA file is the label, if the field has no name."""
+    """Say which word of a FASTA header becomes the label. A named field (TARGET=) needs no note."""
     fields = first_line(path).removeprefix(">").split()
     if len(fields) > form.field and not splits.of_header(fields[1:]):
         ordinal, label = ORDINALS[form.field], fields[form.field]

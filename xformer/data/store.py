@@ -72,7 +72,7 @@ class Ragged:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> np.ndarray:
-        row = range(len(self))[row]  # -1 is the last one; IndexError if there is no such row
+        row = range(len(self))[row]  # as in a list: -1 is the last row
         return self.values[self.offsets[row] : self.offsets[row + 1]]
 
     def text(self, row: int) -> str:
