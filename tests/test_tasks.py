@@ -1564,10 +1564,11 @@ def test_scores_end_to_end(forks: Forks, make: Make, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["tsv", "csv", "jsonl", "fasta"])
 def test_rows_are_not_held_in_memory(form: str, make: Make, tmp_path: Path) -> None:
     """A row costs a few bytes of memory, not the 400 of its text. The last row is bad, so that
-    reading stops there."""
+    reading stops there. Garbage that Python has not yet collected adds up to 0.2 MB to a peak: the
+    second file is long enough that this does not count."""
     peaks = []
     text = "ACGT" * 100
-    for rows in (1000, 4000):
+    for rows in (1000, 16000):
         file = tmp_path / f"{rows}.{form}"
         with file.open("w") as out:
             if form == "jsonl":
@@ -1585,4 +1586,4 @@ def test_rows_are_not_held_in_memory(form: str, make: Make, tmp_path: Path) -> N
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     per_row = 250 if form == "fasta" else 50  # a hash of the name, and 8 bytes for the text
-    assert peaks[1] - peaks[0] < 3000 * per_row
+    assert peaks[1] - peaks[0] < 15000 * per_row
