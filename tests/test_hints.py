@@ -185,6 +185,32 @@ def test_a_key_column_names_the_rows(
         evaluate.parse_arguments(["x", "data=y", "id=key"])
 
 
+def test_sequences_keep_their_keys(tmp_path: Path, preprocess: Any, english: Checkpoint) -> None:
+    """The column of --id is none of the columns of sequence, label and split, wherever it is."""
+    rows = [(f"k{i}", "ACGT"[i % 4] * (i + 2), "xy"[i % 2]) for i in range(60)]
+    sequences = {key: sequence for key, sequence, _ in rows}
+    (tmp_path / "t.csv").write_text("key,seq,class\n" + "".join(f"{','.join(r)}\n" for r in rows))
+    (tmp_path / "test.csv").write_text("seq,key\nGATTACA,k9\n")  # without labels
+    line = ["task", "dna", "--input", tmp_path / "t.csv", "--test", tmp_path / "test.csv"]
+    preprocess(*line, "--id", "key", "--output", tmp_path / "s")
+    store = open_store(tmp_path / "s")
+    assert store.meta["origin"]["columns"]["label"] == "class"
+    pieces = store.tokenizer().pieces
+    for split in ("train", "valid"):
+        for row, name in enumerate(ids(tmp_path / "s", split)):
+            tokens = store.split(split).columns["tokens"][row]
+            assert "".join(pieces[token] for token in tokens) == sequences.pop(name)
+    assert not sequences
+    assert ids(tmp_path / "s", "test") == ["k9"]
+    with pytest.raises(BadInput, match=r"t.csv has no column 'kex'.*did you mean 'key'"):
+        preprocess(*line, "--id", "kex", "--output", tmp_path / "n")
+
+    head = {"kind": "classify", "labels": ["x", "y"], "pair": False, "max_tokens": 64}
+    head["columns"] = store.meta["origin"]["columns"]
+    predict.write_rows(tmp_path / "test.csv", head, english.tokenizer, tmp_path / "new", (), "")
+    assert ids(tmp_path / "new", "input") == ["k9"]
+
+
 def test_questions_keep_their_keys(tmp_path: Path, preprocess: Any, english: Checkpoint) -> None:
     lines = [f"q{i}\t{WORDS[i % 8]} {i}\tyes\tno\t{i % 2}\n" for i in range(60)]
     (tmp_path / "t.tsv").write_text("key\tasked\tA\tB\tright\n" + "".join(lines))

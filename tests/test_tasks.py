@@ -592,7 +592,7 @@ def test_the_label_in_a_header(
     make("dna", "--input", tmp_path / "a.fna")
     note = "note: the label is the second field of a header, 'Mus' in the first one of "
     assert f"{note}{tmp_path / 'a.fna'}\n" in capsys.readouterr().err
-    for option in ("--label", "--sequence"):
+    for option in ("--label", "--sequence", "--id"):
         with pytest.raises(BadInput, match=f"{option} names a column, but .*a.fna has none"):
             make("dna", "--input", tmp_path / "a.fna", option, "x", name="no")
 

@@ -27,6 +27,7 @@ from ..corpora.fasta import FASTA, read_fasta
 from . import splits
 from .labelled import Row, TaskSource, check_metric, find_splits, input_files
 from .tables import ENDINGS, RowTable, extension, stem
+from .tsv import add_id
 
 LOST = ""  # stands for a line of a record that could not be read
 ORDINALS = ("first", "second", "third")
@@ -47,6 +48,19 @@ class Sequences:
     clean: Callable[[str], str] = str  # from a label as the file writes it to a class
     without: str | None = None  # a class that the task leaves out
     field: int = 1  # the field of a FASTA header that holds the label; field 0 is the name
+
+
+class Columns(NamedTuple):
+    """The columns of a table: the sequence, the label (a test file may lack it), and --id."""
+
+    sequence: str
+    label: str | None
+    id: str | None
+
+    @property
+    def names(self) -> list[str]:
+        """The columns to read."""
+        return [name for name in self if name]
 
 
 class Record(NamedTuple):
@@ -75,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser, form: Sequences) -> None:
         f"{', '.join(form.label)} that exists). In FASTA the label is the "
         f"{ORDINALS[form.field]} field of the header, or a field TARGET=.",
     )
+    add_id(parser)
     default = form.longest or "keep whole sequences"
     add(
         "--longest",
@@ -105,8 +120,7 @@ def read(arguments: argparse.Namespace, form: Sequences) -> TaskSource:
         _say_label(fasta[0], form)
     used = set[str]()
     marks = {
-        path: _marks(path, split, arguments.split_column, columns[path], used)
-        for split, path in split_files
+        path: _marks(path, split, arguments, columns[path], used) for split, path in split_files
     }
     bad, left_out = BadRows(arguments.skip_bad), BadRows(skip=True)
 
@@ -134,9 +148,9 @@ def read(arguments: argparse.Namespace, form: Sequences) -> TaskSource:
         kind=kind,
         metric=check_metric(kind, None),
         columns={
-            "text": first[0] if first else "sequence",
+            "text": first.sequence if first else "sequence",
             "text_b": None,
-            "label": first[-1] if first else "label",
+            "label": (first and first.label) or "label",
             "uppercase": True,
             "longest": arguments.longest,
         },
@@ -194,32 +208,34 @@ def _classes(arguments: argparse.Namespace) -> dict[Path, str]:
 
 def _columns(
     path: Path, split: str, arguments: argparse.Namespace, form: Sequences
-) -> list[str] | None:
-    """The columns of the sequence and of the label. None if the file is not a table.
+) -> Columns | None:
+    """The columns of a file. None if it is not a table.
 
     A test file may lack the label.
     """
     if extension(path) in (*FASTA, ".txt"):
         return None
     table = RowTable(path)
-    columns = []
-    for option, chosen, names in (
-        ("--sequence", arguments.sequence, SEQUENCE),
-        ("--label", arguments.label, form.label),
-    ):
-        column = table.find([chosen] if chosen else names)
-        if column is not None:
-            columns.append(column)
-        elif option == "--sequence" or split != "test":
-            if chosen:
-                raise table.missing(chosen)
-            raise BadInput(f"{path} has the columns {table.shown()}; give {option} COLUMN")
-    return columns
+
+    def column(option: str, chosen: str | None, names: tuple[str, ...]) -> str | None:
+        name = table.find([chosen] if chosen else names)
+        if name is not None or (option == "--label" and split == "test"):
+            return name
+        if chosen:
+            raise table.missing(chosen)
+        raise BadInput(f"{path} has the columns {table.shown()}; give {option} COLUMN")
+
+    sequence = column("--sequence", arguments.sequence, SEQUENCE)
+    label = column("--label", arguments.label, form.label)
+    assert sequence is not None
+    if arguments.id and arguments.id not in table.columns:
+        raise table.missing(arguments.id)
+    return Columns(sequence, label, arguments.id)
 
 
-def _check_columns(columns: dict[Path, list[str] | None], arguments: argparse.Namespace) -> None:
+def _check_columns(columns: dict[Path, Columns | None], arguments: argparse.Namespace) -> None:
     """Raise BadInput if an option names a column, but no file has columns."""
-    for option in ("sequence", "label"):
+    for option in ("sequence", "label", "id"):
         if getattr(arguments, option) is not None and not any(columns.values()):
             path = next(iter(columns))
             raise BadInput(f"--{option} names a column, but {path} has none; leave it out")
@@ -243,15 +259,16 @@ Marks = splits.SplitColumns | set[str] | None
 
 
 def _marks(
-    path: Path, split: str, split_column: str | None, columns: list[str] | None, used: set[str]
+    path: Path, split: str, arguments: argparse.Namespace, columns: Columns | None, used: set[str]
 ) -> Marks:
     """What names the splits of a file's rows.
 
     `split` is the split that the whole file belongs to, "" if the user named none. `used` collects
     the columns or fields that are read.
     """
+    split_column = arguments.split_column
     if columns is not None:
-        return splits.find(RowTable(path), split_column, columns, split, used)
+        return splits.find(RowTable(path), split_column, columns.names, split, used)
     splits.refuse_columns(split_column, path)
     if split and (header := splits.of_header(first_line(path).split()[1:])):
         splits.note_unread(path, f"field {next(iter(header)).upper()}= in the headers", split)
@@ -267,7 +284,7 @@ def first_line(path: Path) -> str:
 def sequence_records(
     path: Path,
     label: str | None,
-    columns: list[str] | None,
+    columns: Columns | None,
     form: Sequences,
     bad: BadRows,
     marks: Marks,
@@ -277,8 +294,12 @@ def sequence_records(
     `label` is the label of all records, if the file's name gives it.
     """
     if isinstance(marks, splits.SplitColumns):
-        for split, line, (sequence, *labels) in marks.rows(RowTable(path), columns or [], bad):
-            yield Record(line, (sequence or "").strip(), labels[0] if labels else None, None, split)
+        assert columns is not None
+        for split, line, values in marks.rows(RowTable(path), columns.names, bad):
+            row: dict[str | None, str | None] = dict(zip(columns.names, values, strict=True))
+            sequence = (row[columns.sequence] or "").strip()
+            id_ = (row[columns.id] or "") if columns.id else None
+            yield Record(line, sequence, row.get(columns.label), id_, split)
     elif extension(path) in FASTA or _looks_like_fasta(path, frozenset(form.alphabet)):
         yield from _fasta(path, label, form, bad, marks)
     else:
