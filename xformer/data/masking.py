@@ -91,23 +91,8 @@ def mask_spans(
     begins somewhere is such that each token is chosen with `probability`. Spans that touch or
     overlap count as one. All tokens of a span become the mask (80 %), or each becomes a random
     token (10 %), or all stay unchanged (10 %)."""
-    ends = np.cumsum(lengths)
-    first = ends - lengths  # (N,)
-    ahead = np.arange(1, LONGEST, dtype=np.int32)  # a span may begin this many tokens before a row
-    before = _draws(np.tile(-ahead, len(lengths)), row_keys, np.full(len(lengths), len(ahead)))
-    reach = _spans(before, probability).reshape(len(lengths), -1) - ahead  # (N, LONGEST - 1)
-    spans = _spans(_draws(positions, row_keys, lengths), probability)  # (T,), 0 where none begins
-    begins = np.flatnonzero(spans)
-    # change[t]: the number of spans over token t, minus the number over token t - 1
-    change = np.zeros(len(tokens) + 1, np.int32)
-    change[begins] += 1
-    row_ends = np.repeat(ends, lengths)[begins]
-    np.subtract.at(change, np.minimum(begins + spans[begins], row_ends), 1)
-    some = np.flatnonzero(lengths)  # rows may be empty
-    np.add.at(change, first[some], 1)
-    covered = np.clip(reach.max(1, initial=0), 0, lengths)  # by spans that began before the row
-    np.subtract.at(change, (first + covered)[some], 1)
-    places = np.flatnonzero((np.cumsum(change[:-1]) > 0) & ~special.take(tokens))  # (M,)
+    covered = _covered(positions, row_keys, lengths, probability)
+    places = np.flatnonzero(covered & ~special.take(tokens))  # (M,)
     targets = tokens.take(places)
 
     # the fate of a span is that of its first token
@@ -122,6 +107,23 @@ def mask_spans(
     which = (fates[random] * np.uint32(GOLDEN >> 32)).astype(np.uint64) * len(ordinary) >> 32
     tokens[places[random]] = ordinary.take(which.astype(np.int64))
     return places, targets.astype(np.int64)
+
+
+def _covered(
+    positions: np.ndarray, row_keys: np.ndarray, lengths: np.ndarray, probability: float
+) -> np.ndarray:
+    """Whether each token lies in a span, (T,) bool."""
+    row_ends = np.cumsum(lengths)
+    at, first = np.arange(len(positions)), row_ends - lengths  # (T,), (N,)
+    spans = _spans(_draws(positions, row_keys, lengths), probability)
+    ends = np.minimum(at + spans, np.repeat(row_ends, lengths))  # (T,) of each token's span
+    ahead = np.arange(1, LONGEST, dtype=np.int32)  # a span may begin this many tokens before a row
+    before = _draws(np.tile(-ahead, len(lengths)), row_keys, np.full(len(lengths), len(ahead)))
+    reach = _spans(before, probability).reshape(len(lengths), -1) - ahead  # (N, LONGEST - 1)
+    reach_ends = first + np.clip(reach.max(1, initial=0), 0, lengths)
+    some = np.flatnonzero(lengths)  # rows may be empty
+    ends[first[some]] = np.maximum(ends[first[some]], reach_ends[some])
+    return np.maximum.accumulate(ends) > at
 
 
 def _spans(draws: np.ndarray, probability: float) -> np.ndarray:
