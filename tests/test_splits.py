@@ -373,6 +373,23 @@ def test_a_class_that_a_split_lacks(forks: Forks, tmp_path: Path) -> None:
     )
 
 
+def test_classes_that_may_be_mistakes(forks: Forks, tmp_path: Path) -> None:
+    """What pandas writes for a missing label becomes a class, and so does another spelling."""
+    names = ["Yes"] * 40 + ["no"] * 50 + ["NaN"] * 20 + ["yes"] * 10
+    rows = [{"sequence": t, "label": n} for t, n in zip(proteins(120), names, strict=True)]
+    done = good(task(forks, "protein", write(rows, tmp_path / "a.csv")))
+    said = "warning: 'NaN' is a class, with 20 rows: if it stands for a missing label, take these"
+    assert f"{said} rows out\n" in done.err
+    same = "warning: these classes differ only in case: 'Yes' (40 rows) and 'yes' (10 rows)\n"
+    assert same in done.err
+    lines = [f"text {i}\t{name}\n" for i, name in enumerate(names)]
+    (tmp_path / "b.tsv").write_text("".join(lines))
+    listed = ["--no-header", "--text", "1", "--label", "2", "--labels", "Yes,no,NaN,yes"]
+    done = good(task(forks, "tsv", tmp_path / "b.tsv", *listed, "--tokenizer", "micro/english"))
+    assert "is a class" not in done.err
+    assert "in case" not in done.err
+
+
 def test_classes_of_real_proteins(shared: Path, forks: Forks, tmp_path: Path) -> None:
     """There are eleven places in the cell, with 63 to 1,411 proteins each. Every split has its
     share of each.

@@ -51,6 +51,7 @@ SHARES = {"test": 0.05, "valid": 0.05}
 VALID_SHARE = 0.1
 MAX_CLASSES = 20_000
 MANY_CLASSES = 50  # so many labels should occur more than once
+MISSING = ("na", "nan", "n/a", "<na>", "null")  # what programs write for a missing value
 LARGEST_SCORE = float(np.finfo(np.float32).max)
 LONGEST_TEXT = 2**24  # characters in one row, which is held in memory as a whole
 
@@ -178,6 +179,7 @@ def write_task(
     in_two_splits = _in_two_splits(survey)
     labels = _class_names(task, survey) if task.has_classes else []
     unseen = _unseen(survey, labels, task.noun) if task.has_classes else {}
+    _say_odd_classes(task, survey, labels)
     _say_lacking(survey, labels, task.noun)
     _say_unlabelled(task, survey)
     say_empty(survey.empty, sum(survey.rows.values()), survey.first_empty)
@@ -362,6 +364,27 @@ def _say_splits(task: TaskSource, survey: RowSurvey, seed: int | None) -> None:
     say(f"note: {columns} of {task.place} {verb} the splits: {rows(ORDER)} rows", error=True)
     if "valid" not in survey.rows:
         say("warning: there is no validation split; train with train.select=last", error=True)
+
+
+def _say_odd_classes(task: TaskSource, survey: RowSurvey, labels: list[str]) -> None:
+    """Warn of classes that may stand for a missing label, or that differ only in case. The user may
+    have listed the classes; then he knows them."""
+    if task.kind != "class" or task.labels:
+        return
+    counts = sum(survey.labels.values(), Counter[str]())
+    spellings: dict[str, list[str]] = {}
+    for label in labels:
+        spellings.setdefault(label.lower(), []).append(label)
+        if label.lower() in MISSING:
+            say(
+                f"warning: {label!r} is a class, with {counts[label]:,} rows: if it stands for a "
+                "missing label, take these rows out",
+                error=True,
+            )
+    for same in spellings.values():
+        if len(same) > 1:
+            named = " and ".join(f"{label!r} ({counts[label]:,} rows)" for label in same)
+            say(f"warning: these classes differ only in case: {named}", error=True)
 
 
 def _say_lacking(survey: RowSurvey, labels: list[str], noun: str) -> None:
