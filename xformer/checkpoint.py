@@ -54,7 +54,7 @@ HALF = (torch.float16, torch.bfloat16)  # weights of these types are converted t
 Distribution = Literal["normal", "truncated"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Checkpoint:
     """Weights with everything that is needed to use them.
 
@@ -69,6 +69,11 @@ class Checkpoint:
     history: tuple[dict[str, Any], ...] = ()
     source: Tokenizer | None = None
     mapping: np.ndarray | None = None
+
+    def __repr__(self) -> str:
+        head = None if self.head is None else self.head.kind
+        size = sum(weight.numel() for weight in self.weights.values())
+        return f"Checkpoint({self.config.architecture}, {size:,} parameters, head {head})"
 
     @property
     def task(self) -> Task | None:
@@ -105,9 +110,12 @@ class Checkpoint:
         kept. A task head is always initialised anew, because equal labels may belong to another
         task.
 
-        Raises BadInput if the architecture does not support the head.
+        Raises BadInput if there is no such head, if it lacks the names of its classes, or if the
+        architecture does not support it.
         """
         task = task_of(head)
+        if task.named_classes and not head.labels:
+            raise BadInput(f"the head {head.kind} needs labels=, the names of its classes")
         check_head(self.config, task)
         kept = {k: v for k, v in self.weights.items() if not k.startswith("task_head")}
         with torch.device("meta"):
@@ -121,10 +129,16 @@ class Checkpoint:
     def with_weights(self, model: Model) -> Checkpoint:
         """This checkpoint with a copy of the weights of `model`, which your program has trained.
 
-        The history records that a program changed the weights. Raises BadInput if the names or
-        shapes of the model's weights differ from the checkpoint's.
+        The model may be wrapped by torch.compile, DataParallel or DistributedDataParallel. The
+        history records that a program changed the weights. Raises BadInput if the names or shapes
+        of the model's weights differ from the checkpoint's, or if a weight is not finite.
         """
-        weights = {name: w.detach().cpu().clone() for name, w in model.state_dict().items()}
+        weights = {}
+        for name, weight in model.state_dict().items():
+            own_name = name.replace("_orig_mod.", "").removeprefix("module.")
+            weights[own_name] = weight.detach().cpu().clone()
+            if not torch.isfinite(weight).all():
+                raise BadInput(f"the weight {own_name} is not finite: the training diverged")
         check_weights(weights, self.weights, "the model")
         return replace(self, weights=weights, history=(*self.history, {"op": "with_weights"}))
 
@@ -172,13 +186,16 @@ def changed_weights(before: Checkpoint, after: Checkpoint) -> tuple[list[str], l
 
 def check_head(config: ModelConfig, task: Task | type[Task]) -> None:
     """Raise BadInput if the architecture does not support the task's head, or lacks the layer that
-    a probe reads."""
+    a probe reads, or if the task has no probe."""
     layer = task.head.layer if isinstance(task, Task) else None
+    if layer is not None and not task.takes_probe:
+        able = ", ".join(name for name, other in TASKS.items() if other.takes_probe)
+        raise BadInput(f"probe.layer={layer} needs one of the heads {able}")
     if layer is not None and config.architecture != "transformer":
         raise BadInput(
             f"probe.layer={layer}: model.architecture={config.architecture} has no layers to probe"
         )
-    if layer is not None and layer > config.layers:
+    if layer is not None and not 0 <= layer <= config.layers:
         raise BadInput(
             f"probe.layer={layer}: the model has {config.layers} layer{'s' * (config.layers > 1)}; "
             f"give 0 (the embeddings) to {config.layers}"
@@ -228,16 +245,17 @@ def initialise(
     """
     module, _, kind = name.rpartition(".")
     if module.endswith("norm"):
-        return torch.ones(shape) if kind in ("weight", "running_var") else torch.zeros(shape)
+        value = float(kind in ("weight", "running_var"))
+        return torch.full(shape, value, dtype=torch.float32)
     if kind == "bias":
-        return torch.zeros(shape)
+        return torch.zeros(shape, dtype=torch.float32)
     own = number(seed, purpose, name) if purpose else number(seed, name)
     generator = torch.Generator().manual_seed(own)
     cnn = config.architecture == "hilbert_cnn"
     spread = hilbert.initial_std(shape) if cnn else config.initializer_range
     if distribution == "truncated":
         return truncated_normal(shape, generator).mul_(spread)
-    return torch.empty(shape).normal_(0.0, spread, generator=generator)
+    return torch.empty(shape, dtype=torch.float32).normal_(0.0, spread, generator=generator)
 
 
 def number(*parts: object) -> int:
@@ -251,11 +269,11 @@ def truncated_normal(shape: torch.Size, generator: torch.Generator) -> Tensor:
 
     This is six times as fast as torch.nn.init.trunc_normal_, which inverts the error function.
     """
-    values = torch.empty(shape).normal_(generator=generator)
+    values = torch.empty(shape, dtype=torch.float32).normal_(generator=generator)
     flat = values.view(-1)
     outside = (flat.abs() > 2).nonzero().squeeze(1)
     while len(outside):
-        again = torch.empty(len(outside)).normal_(generator=generator)
+        again = torch.empty(len(outside), dtype=torch.float32).normal_(generator=generator)
         flat[outside] = again
         outside = outside[again.abs() > 2]
     return values
@@ -297,9 +315,14 @@ def save(
     """Write a checkpoint as a directory, which appears only when it is complete. A run also saves
     `optimizer` and `state`, because it needs them to continue.
 
-    Raises BadInput if `path` exists and `overwrite` is false.
+    Raises BadInput if `path` exists; with `overwrite` only if it holds something other than a
+    checkpoint.
     """
-    with atomic_directory(Path(path), overwrite) as directory:
+    path = Path(path)
+    of_run = step_of(path) is not None  # a run writes such a directory again even if it is damaged
+    if overwrite and path.exists() and not (of_run or (path / "manifest.json").is_file()):
+        raise BadInput(f"{path} is not a checkpoint, so it is not overwritten; give another path")
+    with atomic_directory(path, overwrite) as directory:
         save_tensors(checkpoint.weights, directory / "model.safetensors")
         if optimizer is not None:
             save_tensors(optimizer, directory / "optimizer.safetensors")
@@ -340,9 +363,10 @@ def size(checkpoint: Checkpoint) -> int:
     return weights + header + sum(map(len, files))
 
 
-def forget_state(path: Path) -> None:
+def forget_state(path: str | Path) -> None:
     """Delete the state of a run from its checkpoint. The manifest is changed before the files are
     deleted, so that it never lists a missing file."""
+    path = Path(path)
     sums = _sums(path)
     left = {name: value for name, value in sums.items() if name not in STATE}
     write_json(path / "manifest.json", {"sha256": left})
@@ -411,16 +435,17 @@ def resolve(path: str | Path) -> Path:
     raise BadInput(f"{path} is not a checkpoint (no manifest.json){hint}")
 
 
-def step_of(path: Path) -> int | None:
+def step_of(path: str | Path) -> int | None:
     """The step in the name of a run's checkpoint; None if it is not the name of one."""
-    step = path.name.removeprefix("step_")
-    return int(step) if step.isdecimal() and path.name == f"step_{int(step)}" else None
+    name = Path(path).name
+    step = name.removeprefix("step_")
+    return int(step) if step.isdecimal() and name == f"step_{int(step)}" else None
 
 
-def by_step(folder: Path) -> dict[int, Path]:
+def by_step(folder: str | Path) -> dict[int, Path]:
     """A run's checkpoints in a directory, in the order of their steps. Other directories, such as a
     copy of a checkpoint, are left out."""
-    steps = ((step_of(place), place) for place in folder.glob("step_*") if place.is_dir())
+    steps = ((step_of(place), place) for place in Path(folder).glob("step_*") if place.is_dir())
     return dict(sorted((step, place) for step, place in steps if step is not None))
 
 

@@ -114,10 +114,10 @@ def parse_arguments(arguments: list[str]) -> EncodeConfig:
     return config
 
 
-def write_vectors(out: Path, vectors: np.ndarray, record: dict[str, object]) -> None:
+def write_vectors(out: str | Path, vectors: np.ndarray, record: dict[str, object]) -> None:
     """Write vectors atomically, in the format of the file's extension. In HDF5, `record` becomes
     the attributes of the dataset."""
-    content = BytesIO()
+    content, out = BytesIO(), Path(out)
     if out.suffix == ".npy":
         np.save(content, vectors)
     elif out.suffix == ".h5":

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -133,7 +133,7 @@ class PairScores:
 # -------------------------------------------------------------------------------------- reading
 
 
-def read_pairs(path: Path, per_paradigm: int = 0) -> list[Pair]:
+def read_pairs(path: str | Path, per_paradigm: int = 0) -> list[Pair]:
     """The pairs of a file of JSON lines, or of all such files (.jsonl) in a zip archive or in a
     directory and its subdirectories. With `per_paradigm`, only the first pairs of each paradigm,
     this many.
@@ -142,7 +142,7 @@ def read_pairs(path: Path, per_paradigm: int = 0) -> list[Pair]:
     """
     pairs: list[Pair] = []
     seen: Counter[str] = Counter()
-    for name, text in _files(path):
+    for name, text in _files(Path(path)):
         # not `splitlines`, because a text may contain the Unicode line separator U+2028
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
@@ -310,7 +310,9 @@ def _encoded(
     tokenizer: Tokenizer, texts: Sequence[str], pll: PLL
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """The ids of each text and the number of each token's word. With pll=original every token is a
-    word."""
+    word. Raises BadInput if there is no such `pll`, or if the tokenizer has no words."""
+    if pll not in get_args(PLL):
+        raise BadInput(f"pll={pll!r} must be one of {', '.join(get_args(PLL))}")
     if pll == "original":
         return [(ids, np.arange(len(ids))) for ids in tokenizer.encode_batch(texts)]
     try:

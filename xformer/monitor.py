@@ -266,9 +266,9 @@ def records(run: str | Path) -> list[dict[str, Any]]:
     return [record for line in lines if (record := _record(line)) is not None]
 
 
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
+def events(run: str | Path, kind: str) -> list[dict[str, Any]]:
     """The events of one kind in a run's log, in order; none if there is no log yet."""
-    every = records(run) if (run / "log.jsonl").is_file() else []
+    every = records(run) if (Path(run) / "log.jsonl").is_file() else []
     return [record for record in every if record["event"] == kind]
 
 

@@ -198,9 +198,6 @@ def _with_probe(recipe: Recipe) -> Recipe:
     or if other weights are to be trained."""
     if recipe.probe.layer is None:
         return recipe
-    if not TASKS[recipe.head].takes_probe:
-        able = ", ".join(name for name, task in TASKS.items() if task.takes_probe)
-        raise BadInput(f"probe.layer={recipe.probe.layer} needs one of the heads {able}")
     if recipe.train.only not in ((), PROBED):
         raise BadInput(
             f"probe.layer={recipe.probe.layer} trains only the head, but train.only="

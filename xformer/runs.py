@@ -149,9 +149,10 @@ class RunSummary:
         return {**first, **progress, **self.settings, **self.scores, "tokens/s": self.speed}
 
 
-def print_runs(directory: Path, file: str | None) -> None:
+def print_runs(directory: str | Path, file: str | None) -> None:
     """Print the runs below a directory as a table, and write it to a csv file if one is given. If
     the config.json of a directory is damaged or not from a run, a line below the table says so."""
+    directory = Path(directory)
     if not directory.is_dir():
         raise BadInput(f"{directory} is not a directory; give one that has runs below it")
     if file is not None and Path(file).suffix != ".csv":
@@ -196,8 +197,9 @@ def _natural(name: str) -> list[Any]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
-def summary(path: Path, name: str) -> RunSummary:
+def summary(path: str | Path, name: str) -> RunSummary:
     """What the table shows of the run in a directory. Raises BadInput if it is not a run."""
+    path = Path(path)
     content = read_run_json(path / "config.json")
     if not isinstance(content, dict) or "identity" not in content:
         raise BadInput("its config.json is not that of a run")

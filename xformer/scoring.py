@@ -15,7 +15,16 @@ from xformer.data.errors import BadInput, typed
 from xformer.parallel.compiled import not_compiled
 from xformer.parallel.feed import made_ahead
 from xformer.parallel.processes import Ranks
-from xformer.tasks.task import Head, Model, Predictions, Task, check_finite, tensor_on, to_device
+from xformer.tasks.task import (
+    Head,
+    Model,
+    Predictions,
+    Task,
+    check_finite,
+    evaluating,
+    tensor_on,
+    to_device,
+)
 
 MASKING_SEED = 0  # all runs validate with the same masks, so that their losses are comparable
 
@@ -59,7 +68,7 @@ def outputs_of(
     The chunks of rows are the same for any number of ranks. If outputs are not finite, raises
     Failure that names their rows; `what` describes the outputs in the message.
     """
-    was_training, task, split = model.training, model.task, assembler.split
+    task, split = model.task, assembler.split
     assert task is not None
 
     def batches(examples: np.ndarray) -> tuple[Batch[np.ndarray], Batch[Tensor]]:
@@ -67,12 +76,12 @@ def outputs_of(
         host = task.evaluation_batch(assembler, examples, MASKING_SEED)
         return host, to_device(host, ranks.device)
 
-    model.eval()
     outputs = torch.zeros(task.size(split), task.width, device=ranks.device)  # 0: other ranks' rows
     parts = list(chunks(assembler, assembler.examples))
     mine, begun, tokens = parts[ranks.rank :: ranks.world_size], time.monotonic(), 0
     total, unit = sum(map(len, mine)), "rows" if split.together == 1 else "questions"
-    with Progress(f"scoring {split.name}", total, unit, active=ranks.rank == 0) as progress:
+    line = Progress(f"scoring {split.name}", total, unit, active=ranks.rank == 0)
+    with evaluating(model), line as progress:
         for host, batch in made_ahead(map(batches, mine), ranks.device):
             with ranks.autocast(precision), not_compiled():
                 places, values = task.evaluate(model, batch, host, assembler)
@@ -80,7 +89,6 @@ def outputs_of(
             tokens += len(host.tokens)
             speed = tokens / max(time.monotonic() - begun, 1e-9)
             progress.advance(len(host.rows) // split.together, **{"tokens/s": speed})
-    model.train(was_training)
     every = ranks.sum(outputs).cpu().numpy()
     check_finite(np.where(task.broken(every, split), np.nan, 0.0), what)
     return every

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xformer.data.batch import CHUNK, Assembler, Batch, chunks
+from xformer.data.batch import CHUNK, Assembler, Batch, Masks, chunks
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.memory import split_of
 from xformer.data.tokenizers import Tokenizer, unknown_note
-from xformer.tasks.task import Model, check_finite, row_states, to_device
+from xformer.tasks.task import Model, check_finite, evaluating, row_states, to_device
 
 Pooling = Literal["mean", "first"]
 # the names that other programs have for a pooling
@@ -36,23 +36,29 @@ def pack(
     texts_b: Sequence[str] | None = None,
     max_tokens: int = 128,
     masking: float = 0.0,
+    source: Tokenizer | None = None,
+    mapping: np.ndarray | None = None,
 ) -> Batch[Tensor]:
-    """Pack `texts` into a batch on the CPU, for `model(batch)`. A `collate_fn` can call this.
+    """Pack `texts` in their order into a batch on the CPU, for `model(batch)`. A `collate_fn` can
+    call this.
 
     `labels` are N class numbers or N scores. With `texts_b` the rows are pairs. A text is truncated
-    so that its row has at most `max_tokens` tokens, special tokens included. `masking` is the
-    probability that a token is chosen for masked language modelling. torch's random generator
-    chooses, so `torch.manual_seed` makes the choice reproducible.
+    so that its row has at most `max_tokens` tokens, special tokens included, whatever the model
+    accepts. `masking` is the probability that a token is chosen for masked language modelling.
+    torch's random generator chooses, so `torch.manual_seed` makes the choice reproducible. A
+    checkpoint that reads mapped ids has a `source` and a `mapping`: give both.
+
+    Raises BadInput if a text is not a string, or if `masking`, `max_tokens` or a label is not
+    allowed, and ValueError if the numbers of texts and labels differ.
     """
     if not 0 <= masking <= 1:
         raise BadInput(f"masking={masking} is not a probability; give a number from 0 to 1")
-    split = split_of(tokenizer, texts, texts_b, labels)
-    assembler = Assembler(split, tokenizer, max_tokens)
-    rows = np.arange(split.rows)
-    if not masking:
-        return to_device(assembler.batch(rows), CPU)
-    seed = int(torch.randint(2**62, ()))
-    return to_device(assembler.masked_batch(rows, np.zeros_like(rows), seed, masking), CPU)
+    split = split_of(source or tokenizer, texts, texts_b, labels)
+    rows, masks = np.arange(split.rows), None
+    if masking:
+        masks = Masks(int(torch.randint(2**62, ())), masking, np.zeros_like(rows))
+    assembler = Assembler(split, tokenizer, max_tokens, mapping)
+    return to_device(assembler.in_order(rows, masks), CPU)
 
 
 @torch.no_grad()
@@ -90,16 +96,14 @@ def vectors_of(
         return vectors
     if note := assembler.truncation(f"{longest} tokens", model.config.max_positions):
         say(note.replace("rows", "texts"), error=True)
-    device, training = next(model.parameters()).device, model.training
-    model.eval()
-    with Progress("encoding", len(texts), "texts") as progress:
+    device = next(model.parameters()).device
+    with evaluating(model), Progress("encoding", len(texts), "texts") as progress:
         for rows in chunks(assembler, len(texts), batch_tokens):
             host = assembler.batch(rows)
             x = row_states(model, to_device(host, device), pooling).float()
             x = torch.nn.functional.normalize(x) if normalize else x
             vectors[host.rows] = x.cpu().numpy()
             progress.advance(len(rows))
-    model.train(training)
     check_finite(vectors, "the vectors")
     return vectors
 

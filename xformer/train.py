@@ -9,6 +9,7 @@ if __name__ == "__main__":  # `python -m xformer.train`: before torch is importe
 
 import math
 import sys
+import threading
 from collections.abc import Collection, Generator
 from contextlib import closing
 from pathlib import Path
@@ -22,6 +23,7 @@ from xformer.branch import check_branch, start_branch
 from xformer.config import flat, load, parse_overrides
 from xformer.data.batch import Batch
 from xformer.data.display import format_number, say
+from xformer.data.errors import BadInput
 from xformer.data.files import read_run_json
 from xformer.freeze import freeze, weights_matching
 from xformer.guard import Guard
@@ -60,13 +62,18 @@ def train(
 ) -> None:
     """Run a recipe to its end, or to step `until`. If the run has a checkpoint, resume from the
     newest. By default `processes.start` gives the `ranks`: those of torchrun, or this process
-    alone. `overrides` are the keys that the user typed; see `prepare`.
+    alone. `overrides` are the keys that the user typed; see `prepare`. A run that is stopped at
+    `until` continues from its newest checkpoint, which may be older.
+
+    Like the command, this sets torch's threads, lets the C library keep the memory that is freed,
+    and seeds torch's generator in every step: call `torch.manual_seed` before your own draws.
 
     Raises BadInput if the input is wrong, before anything is written (except that a split with
     nothing to score may be noticed only when it is scored). Raises Interrupted if a signal stops
     the run, after a checkpoint was written. Raises Failure on numerical trouble, if the store is
     damaged, or if the last checkpoint cannot be written.
     """
+    _check_caller()
     # open everything that the recipe names, and find out how far the run got
     ranks = ranks or processes.start(recipe.system)
     setup = prepare(recipe, ranks, overrides)
@@ -85,6 +92,19 @@ def train(
     ranks.on_rank_zero(lambda: setup.trajectory.check_room(run.path, state.step))
     ranks.on_rank_zero(lambda: run.begin(state.step))
     _train_from(begun, state, setup, run, until, own=newest is not None)
+
+
+def _check_caller() -> None:
+    """Raise BadInput if the calling program has a setting that would change or break a training."""
+    devices = ("cpu", "cuda")
+    where = {
+        "inside torch.autocast": any(map(torch.is_autocast_enabled, devices)),
+        "inside torch.no_grad or torch.inference_mode": not torch.is_grad_enabled(),
+        "with another default type than float32": torch.get_default_dtype() != torch.float32,
+        "outside the main thread": threading.current_thread() is not threading.main_thread(),
+    }
+    if wrong := [place for place, is_so in where.items() if is_so]:
+        raise BadInput(f"train() was called {wrong[0]}, where a run cannot be trained")
 
 
 def _train_from(

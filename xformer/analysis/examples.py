@@ -246,9 +246,11 @@ class Inside:
 
 @torch.no_grad()
 def inside(encoder: Encoder, batch: Batch[Tensor], maps: bool = False) -> Inside:
-    """Run the encoder and keep every hidden state, and with `maps` every attention map.
+    """Run the encoder and keep every hidden state, and with `maps` every attention map, without
+    gradients. The sequences are in the order of the batch. Maps are those before dropout.
 
-    Forward hooks collect the tensors, so the encoder itself needs no code for this.
+    Forward hooks collect the tensors, so the encoder itself needs no code for this. Do not use one
+    encoder in several threads at once.
     """
     hidden: list[Tensor] = []
     kept: list[list[Tensor]] = []

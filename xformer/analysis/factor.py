@@ -32,13 +32,13 @@ class Factor:
         self._waiting_rows = 0
 
     def add(self, chunk: Tensor) -> None:
-        """Add rows (n, d) of any float type. They are kept until there are enough for a QR step.
+        """Add rows (n, d) of any float type. A copy is kept until there are enough for a QR step.
 
         Raises ValueError if the number of columns is wrong.
         """
         if chunk.size(1) != self.columns:
             raise ValueError(f"the chunk has {chunk.size(1)} columns; it must have {self.columns}")
-        self._waiting.append(chunk)
+        self._waiting.append(chunk.detach().to(torch.float64, copy=True))
         self._waiting_rows += len(chunk)
         if self._waiting_rows >= FOLD * self.columns:
             self._fold()
@@ -46,7 +46,7 @@ class Factor:
     def _fold(self) -> None:
         if not self._waiting_rows:
             return
-        block = torch.cat([chunk.to(torch.float64) for chunk in self._waiting])
+        block = torch.cat(self._waiting)
         self._waiting, self._waiting_rows = [], 0
         old, new = self.rows, len(block)
         mean = block.mean(0)

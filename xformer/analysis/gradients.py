@@ -349,19 +349,27 @@ RULES: dict[str, Callable[..., Tensor]] = {
 def inner_products(model: Model, batch: Batch[Tensor]) -> Tensor:
     """Inner products of per-example gradients over all parameters, (N, N) float64 on the CPU.
 
-    It takes one forward and one backward pass of the packed batch. The model must be in evaluation
-    mode. Raises Failure if a parameter is used in a way that `PerExample` does not know.
+    It takes one forward and one backward pass of the packed batch. Gradients that the parameters
+    have already are kept. Raises ValueError if the model is not in evaluation mode, and Failure if
+    a parameter is used in a way that `PerExample` does not know.
     """
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-        parameter.grad = None
-    watch = PerExample(model, batch)
-    with _every_token(model.encoder), only_plain(), watch:
-        loss = model.loss(batch)
-    if loss.total.requires_grad:
-        loss.total.backward()
-    watch.check()
-    return watch.products
+    if model.training:
+        raise ValueError("the model is in training mode: call model.eval() first")
+    parameters = list(model.parameters())
+    before = [(parameter.requires_grad, parameter.grad) for parameter in parameters]
+    for parameter in parameters:
+        parameter.requires_grad_(True).grad = None
+    try:
+        watch = PerExample(model, batch)
+        with _every_token(model.encoder), only_plain(), watch:
+            loss = model.loss(batch)
+        if loss.total.requires_grad:
+            loss.total.backward()
+        watch.check()
+        return watch.products
+    finally:
+        for parameter, (wanted, gradient) in zip(parameters, before, strict=True):
+            parameter.requires_grad_(wanted).grad = gradient
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -78,9 +78,12 @@ def pwcca(x: Any, y: Any, variant: Variant = "definition") -> float:
         alpha_i = sum over j of |<h_i, x_j>|,      PWCCA = sum of alpha_i rho_i / sum of alpha_i
 
     Two implementations compute something else: google/svcca and anatome. The variants "svcca" and
-    "anatome" reproduce their values (see docs/analysis.md). Raises ValueError if the arrays do not
-    match, are constant, or are not finite. Warns if there are too few samples.
+    "anatome" reproduce their values (see docs/analysis.md). Raises ValueError if there is no such
+    variant, or if the arrays do not match, are constant, or are not finite. Warns if there are too
+    few samples.
     """
+    if variant not in get_args(Variant):
+        raise ValueError(f"variant={variant!r} must be one of {', '.join(get_args(Variant))}")
     x, y = _matrices(x, y)
     pair = factor_together(iter([(x, y)]))
     measures = _measured(pair)
@@ -107,7 +110,12 @@ def _measured(pair: NetworkPair) -> Similarity:
 
 def _matrices(x: Any, y: Any) -> tuple[Tensor, Tensor]:
     """Both arrays as float64 tensors. Raises ValueError if they are not samples of two networks."""
-    x, y = (torch.as_tensor(array, dtype=torch.float64) for array in (x, y))
+    x, y = (
+        array.detach().double()
+        if isinstance(array, Tensor)
+        else torch.from_numpy(np.array(array, np.float64))
+        for array in (x, y)
+    )
     for name, array in (("x", x), ("y", y)):
         if array.dim() != 2 or len(array) < 2:
             raise ValueError(
@@ -270,7 +278,8 @@ def grid(
 
     `stream()` starts a pass, which yields chunks of samples: for each network, a list of layers (n,
     d). The first pass computes the basis of each layer, the second the inner products of the bases.
-    If a layer is constant, raises a ValueError with its number, which `layers` may give.
+    Raises ValueError if the second pass has other samples than the first, or if a layer is
+    constant. The message has the layer's number, which `layers` may give.
     """
     factors: list[list[Factor]] = []
     for chunk in stream():
@@ -292,7 +301,9 @@ def grid(
         [torch.zeros(a.rank, b.rank, dtype=torch.float64, device=a.scale.device) for b in bases[1]]
         for a in bases[0]
     ]
+    rows = 0
     for chunk in stream():
+        rows += len(chunk[0][0])
         ours, theirs = (
             [b.coordinates(x) for b, x in zip(side, values, strict=True)]
             for side, values in zip(bases, chunk, strict=True)
@@ -300,6 +311,11 @@ def grid(
         for i, u in enumerate(ours):
             for j, v in enumerate(theirs):
                 inner[i][j].addmm_(u.T, v)
+    if rows != bases[0][0].rows:
+        raise ValueError(
+            f"the first pass had {bases[0][0].rows} samples and the second {rows}: `stream` must "
+            "start anew at each call"
+        )
     return [
         [similarity(a, b, inner[i][j]) for j, b in enumerate(bases[1])]
         for i, a in enumerate(bases[0])

@@ -24,7 +24,6 @@ from xformer.start import run
 
 # the files by which --overwrite recognises a directory that this command wrote
 CHECKPOINT = ("manifest.json", "model.safetensors")
-EXPORT = ("config.json", "model.safetensors", "tokenizer_config.json")
 EXPORTS = ("upload.py",)  # of a trajectory
 
 
@@ -209,11 +208,11 @@ def _directory(source: str) -> Path:
 
 def _export_hf(arguments: argparse.Namespace) -> None:
     """Export a checkpoint, or all that a run kept."""
-    from xformer.convert import share
+    from xformer.convert import hf, share
 
     source, out, overwrite = Path(arguments.checkpoint), arguments.out, arguments.overwrite
     licence = arguments.license or ""
-    check_directory(out, overwrite, EXPORTS if arguments.trajectory else EXPORT, source)
+    check_directory(out, overwrite, EXPORTS if arguments.trajectory else hf.EXPORT, source)
     if arguments.trajectory:
         names = share.export_trajectory(source, out, licence, overwrite)
         say(f"{out}: {len(names)} revisions: {', '.join(names)}")

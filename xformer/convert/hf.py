@@ -46,6 +46,8 @@ from xformer.tasks.span import Span
 from xformer.tasks.tag import Tag
 from xformer.tasks.task import Head, Model, Task
 
+# the files by which an export is recognised, before it is overwritten
+EXPORT = ("config.json", "model.safetensors", "tokenizer_config.json")
 # buffers that old versions of transformers saved with the weights
 BUFFERS = re.compile(r"embeddings\.(position_ids|token_type_ids)")
 ACTIVATIONS = {
@@ -593,9 +595,11 @@ def to_hf(
 
     Tied tensors are written once. The tensors get the types that they were imported with. If one of
     them would lose precision, all are float32 instead. Raises BadInput if the checkpoint fits no
-    family.
+    family, or if `out` exists; with `overwrite` only if it holds something other than an export.
     """
-    family = family_of(checkpoint)
+    family, out = family_of(checkpoint), Path(out)
+    if overwrite and out.exists() and not all((out / name).is_file() for name in EXPORT):
+        raise BadInput(f"{out} is not an export, so it is not overwritten; give another path")
     tensors: dict[str, Tensor] = {}
     for ours, theirs in _their_names(checkpoint, family).items():
         parts = checkpoint.weights[ours].chunk(len(theirs))
@@ -604,7 +608,7 @@ def to_hf(
     tensors |= modern.frequency_tensors(family, checkpoint, prefix)
     dtype, tensors = _in_their_dtypes(checkpoint, family, tensors)
     config = checkpoint.config
-    with atomic_directory(Path(out), overwrite) as directory:
+    with atomic_directory(out, overwrite) as directory:
         save_tensors(tensors, directory / "model.safetensors")
         write_json(directory / "config.json", _their_config(checkpoint, family, dtype))
         published.export_tokenizer(

@@ -2,7 +2,7 @@
 
 T tokens in the batch, N rows, M masked or tagged tokens, E examples, V vocabulary, K ordinary
 pieces. The rows of a batch are sorted by length, because some attention kernels pad neighbouring
-rows to the same length.
+rows to the same length; `Batch.rows` says which row is where.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAMPLED = 100_000  # rows whose lengths are checked before training or scoring
 Array = TypeVar("Array")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch(Generic[Array]):
     """A packed batch, of numpy arrays on the host or of tensors on a device.
 
@@ -44,7 +44,7 @@ class Batch(Generic[Array]):
     labels: Array | None = None  # (N,) int64 classes or float32 scores, (N, 2) int64 spans
     places: Array | None = None  # (M,) int64, indices in `tokens` of the tokens to predict
     targets: Array | None = None  # (M,) int64, the true ids or classes of these tokens
-    rows: Any = None  # (N,) int64 array, the row numbers in the split
+    rows: Any = None  # (N,) int64 array on the host, the row numbers in the split
     together: int = 1
 
     @property
@@ -240,6 +240,11 @@ class Assembler:
     ) -> Batch[np.ndarray]:
         """The packed and masked batch of these examples (E,). The masks depend on `epochs` (E,)."""
         return self.batches(examples, [len(examples)], Masks(seed, probability, epochs))[0]
+
+    def in_order(self, rows: np.ndarray, masks: Masks | None = None) -> Batch[np.ndarray]:
+        """The packed batch of these rows (N,) in the order given, masked if there are `masks`."""
+        batch = self._packed(rows, *self.lengths(rows))
+        return batch if masks is None else self._masked(batch, masks.epochs, masks)
 
     def batches(
         self,

@@ -22,14 +22,16 @@ def split_of(
     """A split in memory with N `texts`, and with `texts_b` if the rows are pairs.
 
     `labels` are N class numbers or N scores: a list, an array or a tensor on the CPU. Raises
-    BadInput that names the first of the texts that is not a string, and ValueError if the numbers
-    of texts and labels differ.
+    BadInput that names the first of the texts that is not a string, or if the labels are not
+    numbers, and ValueError if the numbers of texts and labels differ.
     """
     columns: dict[str, Any] = {"tokens": _ragged(tokenizer, texts)}
     if texts_b is not None:
         columns["tokens_b"] = _ragged(tokenizer, texts_b)
     if labels is not None:
         values = np.asarray(labels)
+        if values.ndim != 1 or values.dtype.kind not in "buif":
+            raise BadInput("labels must be one number for each row: that of its class, or a score")
         columns["label"] = values.astype(np.float32 if values.dtype.kind == "f" else np.int64)
     if len({len(column) for column in columns.values()}) > 1:
         sizes = ", ".join(f"{len(column)} {name}" for name, column in columns.items())

@@ -41,8 +41,10 @@ def write_store(
 
     Raises BadInput if `path` exists (with `overwrite`, if it is not a store), if a split has no
     rows, if a row has another form than the first one or a label that is not known, or if `labels`
-    names a class twice or the rows have none.
+    has a name that is not a text, names a class twice, or the rows have none.
     """
+    if not all(isinstance(label, str) for label in labels):
+        raise BadInput(f"labels={list(labels)}: give the names of the classes, which are texts")
     first, splits = _peeked(splits)
     texts = ["tokens", "tokens_b"][: max(1, len(first) - 1)]
     kind = "text" if len(first) == 1 else "class" if labels else "score"

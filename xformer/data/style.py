@@ -73,11 +73,12 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def write(figure: Figure, path: Path) -> None:
+def write(figure: Figure, path: str | Path) -> None:
     """Write a figure atomically. The path's ending decides the format, such as .png, .svg or .pdf.
 
     SVG and PDF files contain no date, so the same figure always gives the same file.
     """
+    path = Path(path)
     ending = path.suffix[1:].lower()
     dates = {"svg": "Date", "pdf": "CreationDate"}
     options: Any = {kind: {"metadata": {date: None}} for kind, date in dates.items()}
@@ -90,7 +91,9 @@ def write(figure: Figure, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_light_and_dark(draw: Callable[[], Figure], directory: Path, name: str) -> list[Path]:
+def write_light_and_dark(
+    draw: Callable[[], Figure], directory: str | Path, name: str
+) -> list[Path]:
     """Draw a figure twice and write NAME.svg, NAME.png and NAME.pdf, and NAME-dark.svg and
     NAME-dark.png.
 
@@ -101,7 +104,7 @@ def write_light_and_dark(draw: Callable[[], Figure], directory: Path, name: str)
         with colours(page):
             figure = draw()
             for ending in endings.split():
-                written.append(directory / f"{stem}.{ending}")
+                written.append(Path(directory) / f"{stem}.{ending}")
                 write(figure, written[-1])
     return written
 

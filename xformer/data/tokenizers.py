@@ -137,7 +137,10 @@ class Tokenizer:
         return self._model.serialized_model_proto() if self._sentencepiece else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, int32, without special tokens or truncation."""
+        """The ids of each text, int32, without special tokens or truncation. Raises BadInput if
+        `texts` is a single text."""
+        if isinstance(texts, str):
+            raise BadInput("give a list of texts, not a single text")
         if self.kind == "symbols":
             return [self._encode_symbols(text) for text in texts]
         if self._sentencepiece:

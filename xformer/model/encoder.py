@@ -197,9 +197,15 @@ class Encoder(nn.Module):
         """The last hidden states, (T, C), or (P, C) for the tokens at `places` (P,).
 
         With `places`, the last layer computes only these tokens after its attention. `depth` asks
-        for the hidden states after this many layers; 0 is the output of the embeddings.
+        for the hidden states after this many layers; 0 is the output of the embeddings. Raises
+        ValueError if the model has fewer layers, or if a row is longer than it accepts.
         """
-        depth = self.config.layers if depth is None else depth
+        layers, most = self.config.layers, self.config.max_positions
+        depth = layers if depth is None else depth
+        if not 0 <= depth <= layers:
+            raise ValueError(f"depth={depth} must be 0 (the embeddings) to {layers}, the layers")
+        if batch.longest > most:
+            raise ValueError(f"a row has {batch.longest} tokens, but the model takes {most}")
         count = len(batch.tokens if places is None else places)
         windows = (0, self.config.window)  # [0]: layers that attend to the whole row; [1]: others
         layouts = [Layout(batch.cu_seqlens, batch.longest, window) for window in windows]
@@ -216,7 +222,7 @@ class Encoder(nn.Module):
         if not depth and places is not None:
             x = x.index_select(0, places)
         x = x if len(x) == count else x[:count]  # without the padding
-        if self.final_norm is None or depth < self.config.layers:
+        if self.final_norm is None or depth < layers:
             return x
         return self.final_norm(x)
 

@@ -119,7 +119,10 @@ def _resampled(source: Source) -> np.ndarray | str:
     if weighted is None:
         return f"{source.metric} is not computed for resampled examples"
     seed = crc32(np.ascontiguousarray(weighted.labels).tobytes())
-    return rescored(weighted.score, weighted.examples, seed)
+    drawn = rescored(weighted.score, weighted.examples, seed)
+    if np.isnan(drawn).any():
+        return f"{source.metric} is not defined for every resample"
+    return drawn
 
 
 def claim_records(shares: Shares, every: Sequence[Verdict]) -> list[dict[str, Any]]:

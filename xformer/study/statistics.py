@@ -24,7 +24,10 @@ AT_ONCE = 4_000_000  # weights that are held at once
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """p-values adjusted for their number by stepping down (Holm 1979), in the order given."""
+    """p-values adjusted for their number by stepping down (Holm 1979), in the order given. Raises
+    ValueError if one is NaN."""
+    if np.isnan(ps).any():
+        raise ValueError("a p-value is NaN: leave its test out")
     adjusted = [0.0] * len(ps)
     highest = 0.0
     for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
@@ -35,7 +38,9 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 def tie_test(differences: Sequence[float], margin: float) -> float:
     """The p of two one-sided t tests (Schuirmann 1987) of "the mean lies outside ± margin". If it
-    is small, the two sides of the pairs tie."""
+    is small, the two sides of the pairs tie. Without any spread it is 0 or 1."""
+    if np.ptp(differences) == 0:
+        return float(abs(differences[0]) >= margin)
     above = stats.ttest_1samp(differences, -margin, alternative="greater").pvalue
     below = stats.ttest_1samp(differences, margin, alternative="less").pvalue
     return float(max(above, below))
@@ -116,8 +121,11 @@ def multibootstrap(a: np.ndarray, drawn: np.ndarray) -> np.ndarray:
     `a` (S, B) has the scores of each seed under resampling, `drawn` (B, S) the seeds of each
     resample. If two models share their seeds, `a` has the differences of their scores, so that both
     are resampled as pairs. For a mean over tasks it has the means of the tasks' scores: a seed is
-    drawn for all tasks at once and test examples within each task, as strata.
+    drawn for all tasks at once and test examples within each task, as strata. Raises ValueError if
+    `drawn` is for another number of seeds.
     """
+    if drawn.shape[1] != len(a):
+        raise ValueError(f"`drawn` is for {drawn.shape[1]} seeds, but there are {len(a)}")
     return a[drawn.T, np.arange(len(drawn))].mean(0)
 
 
@@ -130,7 +138,9 @@ def interval(drawn: np.ndarray) -> tuple[float, float]:
 def two_sided(drawn: np.ndarray, margin: float = 0.0) -> float:
     """The two-sided p of "the mean is margin", from resampled means (B,). Twice the share of means
     on the far side of the margin. One is added to the count, because B resamples cannot show that
-    p = 0."""
+    p = 0. Raises ValueError if a mean is NaN."""
+    if np.isnan(drawn).any():
+        raise ValueError("a resampled mean is NaN")
     fewest = min((drawn <= margin).sum(), (drawn >= margin).sum())
     return float(min(1.0, 2 * (fewest + 1) / (len(drawn) + 1)))
 

@@ -21,7 +21,9 @@ from xformer.tasks.task import (
     Model,
     Predictions,
     Table,
+    in_full,
     n_labels,
+    needed,
     no_labels,
     texts,
 )
@@ -58,9 +60,8 @@ class Choice(Pooled):
         return int(options.get("first") or 0)
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
-        assert batch.labels is not None
-        logits = self.logits(model, batch).float().view(-1, batch.together)  # (Q, n)
-        labels = batch.labels[:: batch.together]  # (Q,)
+        labels = needed(batch.labels, "labels")[:: batch.together]  # (Q,)
+        logits = in_full(self.logits(model, batch)).view(-1, batch.together)  # (Q, n)
         total = F.cross_entropy(logits, labels, reduction="sum")
         correct = (logits.detach().argmax(1) == labels).sum().float()
         return Loss(total, n_labels(labels), correct)

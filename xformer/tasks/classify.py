@@ -24,7 +24,9 @@ from xformer.tasks.task import (
     Predictions,
     Table,
     Task,
+    in_full,
     n_labels,
+    needed,
     no_labels,
     of_rows,
     row_means,
@@ -96,30 +98,30 @@ class Classify(Pooled):
         return len(self.head.labels)
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
-        logits = self.logits(model, batch).float()
-        assert batch.labels is not None
-        correct = (logits.detach().argmax(1) == batch.labels).sum().float()
+        logits, labels = in_full(self.logits(model, batch)), needed(batch.labels, "labels")
+        count, correct = n_labels(labels), (logits.detach().argmax(1) == labels).sum().float()
         if not model.training:
-            total = F.cross_entropy(logits, batch.labels, reduction="sum")
-            return Loss(total, len(batch.labels), correct)
+            return Loss(F.cross_entropy(logits, labels, reduction="sum"), count, correct)
         # The weighted loss is divided by the number of rows, not by the sum of their weights, so
         # that micro-batches and ranks can still add their sums. `balanced` weights have the mean 1.
         total = F.cross_entropy(
             logits,
-            batch.labels,
-            self._weights_on(logits.device),
+            labels,
+            self._weights_like(logits),
             reduction="sum",
             label_smoothing=self.head.smoothing,
         )
-        return Loss(total, n_labels(batch.labels), correct)
+        return Loss(total, count, correct)
 
-    def _weights_on(self, device: torch.device) -> Tensor | None:
-        """The class weights (K,), copied to the device once; None if all classes weigh the same."""
+    def _weights_like(self, logits: Tensor) -> Tensor | None:
+        """The class weights (K,), copied to the device of the logits once; None if all classes
+        weigh the same."""
         if not self.head.class_weights:
             return None
-        if self._class_weights is None or self._class_weights.device != device:
-            self._class_weights = torch.tensor(self.head.class_weights, device=device)
-        return self._class_weights
+        if self._class_weights is None or self._class_weights.device != logits.device:
+            weights = torch.tensor(self.head.class_weights, dtype=torch.float32)
+            self._class_weights = weights.to(logits.device)
+        return self._class_weights.to(logits.dtype)
 
     @property
     def meaning(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from xformer.data.errors import BadInput
 from xformer.tasks.choice import Choice
 from xformer.tasks.classify import Classify
 from xformer.tasks.mlm import MLM
@@ -18,7 +19,9 @@ TASKS: dict[str, type[Task]] = {
 
 def kind_of(name: str, pairs: bool = False) -> type[Task]:
     """The class of the task with this name. With `pairs`, MLM becomes its variant with a pair
-    head."""
+    head. Raises BadInput if there is no such task."""
+    if name not in TASKS:
+        raise BadInput(f"there is no head {name!r}; give one of {', '.join(TASKS)}")
     return Pairs if pairs and TASKS[name].predicts_masked else TASKS[name]
 
 

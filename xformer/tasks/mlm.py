@@ -19,7 +19,17 @@ from xformer.model.config import ModelConfig
 from xformer.model.encoder import Norm, activate
 from xformer.ops.padding import pad_rows
 from xformer.ops.vocabulary_loss import vocabulary_loss
-from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Predictions, Task, n_labels, tensor_on
+from xformer.tasks.task import (
+    HIGHER,
+    LOWER,
+    Loss,
+    Model,
+    Predictions,
+    Task,
+    n_labels,
+    needed,
+    tensor_on,
+)
 from xformer.tasks.weighted import Weighted, ratio
 
 
@@ -72,8 +82,8 @@ class MLM(Task):
         return self._logits_of(model, model.encoder(batch, places=batch.places))
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
-        assert batch.places is not None
-        x = model.encoder(batch, places=pad_rows(batch.places))
+        places = needed(batch.places, "masked tokens (`pack` needs masking=0.15)")
+        x = model.encoder(batch, places=pad_rows(places))
         return self.masked_loss(model, x, batch)
 
     def masked_loss(self, model: Model, x: Tensor, batch: Batch[Tensor]) -> Loss:

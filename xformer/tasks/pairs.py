@@ -20,7 +20,7 @@ from xformer.model.config import ModelConfig
 from xformer.ops.padding import pad_rows
 from xformer.tasks.classify import known_rows, log_softmax, losses_of
 from xformer.tasks.mlm import MLM
-from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Pooler, Predictions
+from xformer.tasks.task import HIGHER, LOWER, Loss, Model, Pooler, Predictions, needed
 
 
 class Pairs(MLM):
@@ -39,16 +39,15 @@ class Pairs(MLM):
         return heads | {"pair_head": nn.Linear(C, 2)}
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
-        assert batch.labels is not None
+        labels = needed(batch.labels, "labels of pairs")
         masked, pairs = self._both(model, batch)
         loss = self.masked_loss(model, masked, batch)
-        pair_loss = F.cross_entropy(pairs, batch.labels, reduction="sum")
+        pair_loss = F.cross_entropy(pairs, labels, reduction="sum")
         return replace(loss, total=loss.total + self.head.pair_scale * pair_loss)
 
     def _both(self, model: Model, batch: Batch[Tensor]) -> tuple[Tensor, Tensor]:
         """Hidden states of the masked tokens, (M, C), and logits of the pairs, (N, 2)."""
-        assert batch.places is not None
-        places = pad_rows(batch.places)
+        places = pad_rows(needed(batch.places, "masked tokens"))
         x = model.encoder(batch, places=torch.cat([places, batch.first]))
         masked, first = x.split([len(places), len(batch.first)])
         config = model.config

@@ -22,6 +22,8 @@ from xformer.tasks.task import (
     Predictions,
     Table,
     check_finite,
+    in_full,
+    needed,
     of_rows,
     some_rows,
 )
@@ -48,10 +50,10 @@ class Regress(Pooled):
         return 1
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
-        scores = self.logits(model, batch).float().squeeze(1)
-        assert batch.labels is not None
-        real = ~batch.labels.isnan()  # filler has no label; see xformer.data.capacity
-        labels = torch.where(real, batch.labels, scores.detach())
+        scores = in_full(self.logits(model, batch)).squeeze(1)
+        labels = needed(batch.labels, "labels").to(scores.dtype)
+        real = ~labels.isnan()  # filler has no label; see xformer.data.capacity
+        labels = torch.where(real, labels, scores.detach())
         total = F.mse_loss(scores, labels, reduction="sum")
         return Loss(total, real.sum(), torch.zeros_like(total.detach()))
 

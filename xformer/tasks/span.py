@@ -30,7 +30,9 @@ from xformer.tasks.task import (
     Questions,
     Table,
     Task,
+    in_full,
     n_labels,
+    needed,
     tensor_on,
     texts,
 )
@@ -77,11 +79,11 @@ class Span(Task):
         return logits
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
-        rows = as_rows(self.logits(model, batch).float(), batch)  # (N, L, 2)
-        assert batch.labels is not None
-        total = F.nll_loss(_log_probability(rows), batch.labels.flatten(), reduction="sum") / 2
-        correct = (rows.detach().argmax(1) == batch.labels).all(1).float().sum()
-        return Loss(total, n_labels(batch.labels[:, 0]), correct)
+        rows = as_rows(in_full(self.logits(model, batch)), batch)  # (N, L, 2)
+        labels = needed(batch.labels, "labels")
+        total = F.nll_loss(_log_probability(rows), labels.flatten(), reduction="sum") / 2
+        correct = (rows.detach().argmax(1) == labels).all(1).float().sum()
+        return Loss(total, n_labels(labels[:, 0]), correct)
 
     def evaluate(
         self, model: Model, batch: Batch[Tensor], host: Batch[np.ndarray], assembler: Assembler

@@ -23,7 +23,9 @@ from xformer.tasks.task import (
     Predictions,
     Table,
     Task,
+    in_full,
     n_labels,
+    needed,
     no_labels,
     of_rows,
     tensor_on,
@@ -59,11 +61,11 @@ class Tag(Task):
         return logits
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
-        logits = self.logits(model, batch).float()
-        assert batch.targets is not None
-        total = F.cross_entropy(logits, batch.targets, reduction="sum")
-        correct = (logits.detach().argmax(1) == batch.targets).sum().float()
-        return Loss(total, n_labels(batch.targets), correct)
+        targets = needed(batch.targets, "labels of words")
+        logits = in_full(self.logits(model, batch))
+        total = F.cross_entropy(logits, targets, reduction="sum")
+        correct = (logits.detach().argmax(1) == targets).sum().float()
+        return Loss(total, n_labels(targets), correct)
 
     def size(self, split: Split) -> int:
         return split.tokens

@@ -7,7 +7,8 @@ outputs of a head.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -67,8 +68,10 @@ class Loss:
 
     @property
     def mean(self) -> Tensor:
-        """The mean loss of a prediction, ()."""
-        return self.total / self.count
+        """The mean loss of a prediction, (); 0 if there is none, as in a batch without a masked
+        token."""
+        count = self.count
+        return self.total / (max(count, 1) if isinstance(count, int) else count.clamp(min=1))
 
 
 @dataclass(frozen=True)
@@ -436,9 +439,34 @@ class Model(nn.Module):
         return self.pooled(x) if self.config.pooler == "norm" else x
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and each of its modules back into its own mode at the
+    end."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def n_labels(labels: Tensor) -> Tensor:
     """How many labels count, (). Filler has the label IGNORED; see xformer.data.capacity."""
     return (labels != IGNORED).sum()
+
+
+def needed(values: Tensor | None, what: str) -> Tensor:
+    """What the loss needs of a batch. Raises ValueError if the batch lacks it."""
+    if values is None:
+        raise ValueError(f"the batch has no {what}, which the loss of this head needs")
+    return values
+
+
+def in_full(x: Tensor) -> Tensor:
+    """x in float32, or in float64 if it is in float64."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def row_states(model: Model, batch: Batch[Tensor], pooling: Literal["first", "mean"]) -> Tensor:
@@ -449,9 +477,10 @@ def row_states(model: Model, batch: Batch[Tensor], pooling: Literal["first", "me
 
 
 def row_means(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The mean hidden state of each row, x (T, C) -> (N, C) float32. Of an empty row it is 0."""
+    """The mean hidden state of each row, x (T, C) -> (N, C) in float32, or float64 if x is. Of an
+    empty row it is 0."""
     sizes = cu_seqlens.diff().long()
-    sums = torch.segment_reduce(x.float(), "sum", lengths=sizes, axis=0, unsafe=True)
+    sums = torch.segment_reduce(in_full(x), "sum", lengths=sizes, axis=0, unsafe=True)
     return sums / sizes.clamp(min=1)[:, None]
 
 
@@ -465,9 +494,9 @@ def tensor_on(values: np.ndarray, device: torch.device) -> Tensor:
 
 def to_device(batch: Batch[np.ndarray], device: torch.device) -> Batch[Tensor]:
     """The batch as tensors on a device. On CUDA it is copied from pinned memory without waiting.
-    Row numbers stay on the host."""
-    values: dict[str, Any] = {**vars(batch), "rows": None}
-    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+    Row numbers stay an array on the host."""
+    values: dict[str, Any] = vars(batch)
+    arrays = {k: v for k, v in values.items() if isinstance(v, np.ndarray) and k != "rows"}
     return Batch(**values | {name: tensor_on(array, device) for name, array in arrays.items()})
 
 
