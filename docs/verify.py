@@ -115,7 +115,7 @@ def tags(arrays: dict[str, np.ndarray], names: list[str]) -> dict[str, float]:
     if (label >= 0).any():
         again["loss"] = loss[label >= 0].astype(float).mean()
     if any(name != "O" for name in names) and all(re.fullmatch("O|[BI]-.+", n) for n in names):
-        named = [*names, "O", "O"]  # also for UNLABELLED and UNSEEN
+        named = [*names, "I-(unseen)", "I-(unseen)"]  # for the numbers -2 (UNSEEN) and -1
         ours, gold = (entities([named[i] for i in side], row) for side in (predicted, label))
         both = len(ours) + len(gold)
         again["entity_f1"] = 2 * len(ours & gold) / both if both else 1.0

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,3 +74,17 @@ def learned(
 ) -> dict[str, Path]:
     """A finished run on each toy store, by the store's name."""
     return toys.train_all(forks, data, tmp_path_factory.mktemp("learned"))
+
+
+@pytest.fixture
+def preprocess(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that runs preprocess.py within this process."""
+    from xformer.preprocess import cli
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def run(*arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["preprocess.py", *map(str, arguments)])
+        cli.main()
+
+    return run

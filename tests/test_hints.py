@@ -4,7 +4,6 @@ are not known, and about labels and weights that training does not use.
 
 from __future__ import annotations
 
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,6 @@ from xformer.data.memory import split_of
 from xformer.data.rows import write_store
 from xformer.data.store import open_store
 from xformer.parallel.processes import ALONE
-from xformer.preprocess import cli
 from xformer.preprocess.tasks import predict
 from xformer.preprocess.tasks.tables import Form, RowTable
 from xformer.recipe import Recipe
@@ -61,18 +59,6 @@ def place(english: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path
     lines = [f"{''.join(draw.choice(list('ACGT'), 80))},{'xy'[i % 2]}\n" for i in range(60)]
     (place / "dna.csv").write_text("sequence,label\n" + "".join(lines))
     return place
-
-
-@pytest.fixture
-def preprocess(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that runs preprocess.py within this process."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-
-    def run(*arguments: object) -> None:
-        monkeypatch.setattr(sys, "argv", ["preprocess.py", *map(str, arguments)])
-        cli.main()
-
-    return run
 
 
 def setup(place: Path, recipe: str, *keys: str) -> Setup:

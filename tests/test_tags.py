@@ -396,7 +396,7 @@ def test_scores_equal_slow_loops() -> None:
     for a, b in pairwise(offsets):
         row = [i for i in range(a, b) if i in scored]
         ours = set(chunks_of([names[said[i]] for i in row]))
-        wanted = set(chunks_of([names[gold[i]] if gold[i] >= 0 else "O" for i in row]))
+        wanted = set(chunks_of([names[gold[i]] if gold[i] >= 0 else "I-?" for i in row]))
         right, total = right + len(ours & wanted), total + len(ours) + len(wanted)
     assert 0 < metrics["entity_f1"] == pytest.approx(2 * right / total)
     assert "entity_f1" not in predictions(outputs, split, ("a", "b", "c", "d", "e")).metrics()

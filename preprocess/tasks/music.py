@@ -9,7 +9,7 @@ them.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,12 +125,21 @@ def _maestro(
     pieces = []
     marks = splits.find(table, split_column, columns, "", used)
     for split, line, values in marks.rows(table, columns, bad):
-        composer, name = (value or "" for value in values)
+        composer, name = ((value or "").strip() for value in values)
         if not composer or not name:
             bad(path, line, "the composer or the name of the MIDI file is empty")
         else:
             pieces.append(Piece(path.parent / name, name, composer, split, path, line))
     return pieces
+
+
+def refuse_foreign_names(names: Sequence[Path]) -> None:
+    """Raise BadInput if the name of a file is not UTF-8, as in old archives."""
+    for name in names:
+        try:
+            str(name).encode()
+        except UnicodeEncodeError:
+            raise BadInput(f"the file name {str(name)!a} is not UTF-8; rename the file") from None
 
 
 def _by_directory(directory: Path) -> list[Piece]:
@@ -146,6 +155,7 @@ def _by_directory(directory: Path) -> list[Piece]:
             "MIDI files"
         )
     names = [path.relative_to(directory) for path in files]
+    refuse_foreign_names(names)
     return [
         Piece(path, str(name), name.parts[0], "", path, 1)
         for path, name in zip(files, names, strict=True)

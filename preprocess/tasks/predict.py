@@ -7,6 +7,7 @@ the rows are read. Older checkpoints record only the columns.
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -155,7 +156,9 @@ def _rows(path: Path, head: HeadRecord, tokenizer: Tokenizer) -> Iterator[Row]:
 
 
 def _is_music(head: HeadRecord) -> bool:
-    return head.task.startswith("music") or head.columns.get("text") == "pitches"
+    return head.task.startswith("music") or (
+        not head.task and head.columns.get("text") == "pitches"
+    )
 
 
 def _alphabet(head: HeadRecord, tokenizer: Tokenizer) -> str:
@@ -184,7 +187,7 @@ def _texts(path: Path, head: HeadRecord) -> Iterator[Row]:
     else:
         recorded = ("text", "text_b") if head.pair else ("text",)
         names = [[str(head.columns[key])] if head.columns.get(key) else [] for key in recorded]
-    form = tsv.form_of(path, Namespace(**head.options)) if head.task == "tsv" else None
+    form = _form_of_training(path, head) if head.task == "tsv" else None
     for line, texts, id_ in _table(path, head, names, form, report_no_header=True):
         yield Row(INPUT, tuple(texts), None, path, line, id_)
 
@@ -199,7 +202,7 @@ def _choice_questions(path: Path, head: HeadRecord) -> Iterator[Row]:
     columns = choice.QuestionColumns(
         options.get("context") or given[:1], options.get("endings") or given[1:]
     )
-    form = tsv.form_of(path, Namespace(**options)) if head.task == "choice" else None
+    form = _form_of_training(path, head) if head.task == "choice" else None
     names = [[name] for name in columns.names]
     lists = head.given[-1:] if head.given and columns.lists else columns.lists
     for line, values, id_ in _table(path, head, names, form, True, lists):
@@ -207,6 +210,11 @@ def _choice_questions(path: Path, head: HeadRecord) -> Iterator[Row]:
             yield Row(INPUT, columns.texts(values), None, path, line, id_)
         except ValueError as error:
             STRICT(path, line, str(error))
+
+
+def _form_of_training(path: Path, head: HeadRecord) -> Form:
+    """The form that the options of training give to this file. No hint names these options."""
+    return replace(tsv.form_of(path, Namespace(**head.options)), hint="")
 
 
 def _table(
@@ -239,7 +247,14 @@ def _table(
         raise _wrong_header(path, _first_row(path, table.form), names)
     if columns is None:
         _refuse_key(path, head, "has no header")
-        for line, row in table.delimited(STRICT):
+        empty: list[int] = []  # lines between two texts; those at the end of the file are no rows
+        for line, text in read_lines(path):
+            if not text:
+                empty.append(line)
+                continue
+            if len(names) == 1:
+                yield from ((number, [""], None) for number in empty)
+            empty, row = [], text.split(table.form.delimiter)
             if len(row) != len(names):
                 raise BadInput(f"{path}:{line}: {many(len(row), 'column')} instead of {len(names)}")
             yield line, row, None
@@ -288,6 +303,13 @@ def _open(path: Path, names: Names, form: Form | None) -> tuple[RowTable, list[s
             header = [str(i) for i in range(1, len(header) + 1)]
         columns = [next((name for name in options if name in header), None) for options in names]
         if None not in columns:
+            if not candidate.header:
+                mark, places = candidate.delimiter, " and ".join(map(str, columns))
+                say(
+                    f"note: {path} is read as in training: without a header, separated by "
+                    f"{mark!r}, column {places}",
+                    error=True,
+                )
             return RowTable(path, candidate), [column for column in columns if column]
     bare, first = replace(usual, header=False), _first_row(path, usual)
     for name in (name for options in names for name in options):
@@ -323,9 +345,10 @@ def _numbered(names: Names, width: int) -> list[str]:
 
 
 def _first_row(path: Path, form: Form) -> list[str]:
-    """The first row of a delimited file, which may be its header."""
+    """The first row of a delimited file, which may be its header. Raises BadInput if it cannot be
+    read."""
     table = RowTable(path, replace(form, header=False))
-    return next(table.delimited(BadRows(skip=True)), (0, [""]))[1]
+    return next(table.delimited(STRICT), (0, [""]))[1]
 
 
 # ------------------------------------------------------------------------------ sequences
@@ -376,7 +399,7 @@ def _music(path: Path, head: HeadRecord) -> Iterator[Row]:
     if pieces is None:
         yield from _pitches(path, head)
         return
-    _refuse_key(path, head, "holds MIDI files")
+    _refuse_key(path, head, "names MIDI files, and their names are the ids")
     segment = int(head.options.get("segment") or min(128, head.max_tokens - 2))
     for row in music.segment_rows(pieces, segment, STRICT):
         yield row._replace(label=None, id=row.group)
@@ -393,6 +416,7 @@ def _pieces(path: Path, head: HeadRecord) -> list[music.Piece] | None:
         files = [file for file in visible if file.suffix.lower() in music.MIDI]
         if not files:
             raise BadInput(f"{path} holds no MIDI file")
+        music.refuse_foreign_names(files)
         return [
             music.Piece(file, str(file.relative_to(path)), "", INPUT, file, 1) for file in files
         ]
@@ -402,6 +426,9 @@ def _pieces(path: Path, head: HeadRecord) -> list[music.Piece] | None:
     column = opened.find([*head.given, str(head.options.get("midi") or music.MIDI_COLUMN)])
     if column is None:
         return None
+    _, (first,) = next(opened.rows([column], STRICT), (0, ["x.mid"]))
+    if column in head.given and Path(str(first)).suffix.lower() not in music.MIDI:
+        return None  # a column of pitches
     return [
         music.Piece(table.parent / str(name), str(name), "", INPUT, table, line)
         for line, (name,) in opened.rows([column], STRICT)
@@ -437,6 +464,9 @@ def _sentences(path: Path, head: HeadRecord) -> Iterator[Row]:
         )
     word, label = (_column_number(head.columns.get(name)) for name in ("text", "label"))
     if extension(path) in tags.ENDINGS[:4] or _is_conll(path, label, head.labels):
+        if extension(path) == ".txt":
+            note = "has one word in each line, with empty lines between sentences"
+            say(f"note: {path} is read as CoNLL's columns: it {note}", error=True)
         columns = tags.columns_of(path, "test", word, label)
         for line, words, _ in tags.sentences(path, columns, STRICT):
             yield Row(INPUT, (" ".join(words),), None, path, line)
@@ -492,6 +522,9 @@ def _write_questions(path: Path, head: HeadRecord, tokenizer: Tokenizer, output:
                 _table(path, head, [["question"], ["context"]])
             )
         ]
+        times = Counter(question.id for *_, (question,) in paragraphs)
+        if repeated := [name for name, count in times.items() if count > 1]:
+            raise BadInput(f"{path}: {times[repeated[0]]} questions have the id {repeated[0]!r}")
     if not any(questions for *_, questions in paragraphs):
         raise BadInput(f"{path} holds no question")
     # the options of training, as far as they fit into the checkpoint's rows
@@ -503,8 +536,10 @@ def _write_questions(path: Path, head: HeadRecord, tokenizer: Tokenizer, output:
     ragged = [*squad.RAGGED, "question.input"]
     with create_store(output, tokenizer, columns, ragged) as store:
         with store.split(INPUT) as split:
-            squad.WindowWriter(split, tokenizer, options).write(paragraphs)
+            counts = squad.WindowWriter(split, tokenizer, options).write(paragraphs)
         store.finish("span", [], None, {})
+    for line in counts.warnings(max_question):
+        say(f"warning: {line}", error=True)
 
 
 def _is_squad(path: Path) -> bool:

@@ -87,7 +87,18 @@ class Counts:
     questions: int = 0
     answerable: int = 0
     exact: int = 0  # answerable questions whose tokens give back exactly the answer's text
+    cut: int = 0  # questions that are longer than --max-question
+    lost: int = 0  # answerable questions whose answer is in no window
     articles: set[str] = field(default_factory=set)
+
+    def warnings(self, max_question: int) -> Iterator[str]:
+        """A line for each kind of question that is not read whole."""
+        if self.cut:
+            share = f"{self.cut:,} of the {self.questions:,} questions"
+            yield f"{share} are longer than {max_question} tokens and are truncated"
+        if self.lost:
+            share = f"{self.lost:,} of the {self.answerable:,} answers"
+            yield f'{share} fit into no window, and are trained as "no answer"'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -200,6 +211,8 @@ def run(arguments: argparse.Namespace) -> None:
             f"{count.questions - count.answerable:,} without an answer, {count.answerable:,} with "
             f"one; the tokens of {count.exact:,} answers reproduce the exact text"
         )
+        for line in count.warnings(arguments.max_question):
+            say(f"warning: {name}: {line}", error=True)
     say_written(arguments.output, written, started, sum(p.stat().st_size for p in files.values()))
 
 
@@ -400,7 +413,10 @@ class WindowWriter:
                     self.counts.answerable += 1
                     covered = text[starts[span[0]] : ends[span[1]]] if span[0] >= 0 else ""
                     self.counts.exact += covered == answer
-                self._windows(next(encoded)[: self.options.max_question], ids, span)
+                tokens = next(encoded)
+                self.counts.cut += len(tokens) > self.options.max_question
+                whole = self._windows(tokens[: self.options.max_question], ids, span)
+                self.counts.lost += bool(question.answers) and not whole
                 self.counts.questions += 1
             self.split.append_texts("question.id", [q.id for q in questions])
             if "question.input" in self.split.offsets:
@@ -412,9 +428,9 @@ class WindowWriter:
                 self.split.append_ragged(f"context.{name}", values, np.array([len(values)]))
             self.contexts += 1
 
-    def _windows(self, question: np.ndarray, context: np.ndarray, span: tuple[int, int]) -> None:
-        """Write the rows of a question. `span` is the answer's first and last token in the
-        context."""
+    def _windows(self, question: np.ndarray, context: np.ndarray, span: tuple[int, int]) -> bool:
+        """Write the rows of a question, and return whether one of them holds the whole answer.
+        `span` is the answer's first and last token in the context."""
         special = 2 + self.tokenizer.pair_separators
         room = self.options.max_tokens - len(question) - special
         last = max(len(context) - room, 0)  # a window that starts here reaches the context's end
@@ -429,6 +445,7 @@ class WindowWriter:
         self.split.append("label", label)
         self.split.append("group", np.full(n, self.counts.questions))
         self.split.append("window", starts)
+        return bool(inside.any())
 
 
 def _answers(question: Question) -> str:

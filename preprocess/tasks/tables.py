@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from xformer.data.display import many, say
 from xformer.data.errors import BadInput, lacks
@@ -46,7 +47,7 @@ class Form:
     def of(cls, path: Path) -> Form:
         """The usual form for a file's name: commas and quotes for .csv, else tabs and no quotes (as
         in GLUE)."""
-        return cls(",", '"') if extension(path) == ".csv" else cls("\t", None)
+        return cls(",", '"') if extension(path) == ".csv" else cls("\t", None, guessed=True)
 
 
 def _from_csv(cell: str) -> bool:
@@ -56,8 +57,10 @@ def _from_csv(cell: str) -> bool:
 
 
 def extension(path: Path) -> str:
-    """The ending that tells the format, in lower case: ".csv" for `A.CSV.gz`."""
-    return unpacked_name(path).suffix.lower()
+    """The ending that tells the format, in lower case: ".csv" for `A.CSV.gz`. That of `A.ndjson` is
+    ".jsonl"."""
+    ending = unpacked_name(path).suffix.lower()
+    return ".jsonl" if ending == ".ndjson" else ending
 
 
 def stem(path: Path) -> str:
@@ -101,6 +104,8 @@ class RowTable:
             self.columns = list(next(self._objects(bad), (0, {}))[1])
         else:
             row = next(self.delimited(bad), (0, []))[1]
+            if 3 * "".join(row).count("\0") > len("".join(row)):
+                raise BadInput(f"{path} holds NUL characters, as UTF-16 does: convert it to UTF-8")
             numbers = [str(i) for i in range(1, len(row) + 1)]
             self.columns = [name.strip() for name in row] if self.form.header else numbers
         if not self.columns:
@@ -122,6 +127,8 @@ class RowTable:
             return BadInput(f"{self.path} has {width} columns; there is no column {name}")
         near = get_close_matches(name, self.columns, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        if near and normalize("NFC", near[0]) == normalize("NFC", name):
+            hint = "; it looks the same, but its accents are separate characters in one of the two"
         if self.kind not in (".jsonl", ".json", ".parquet"):
             hint = other_separator(self.form, self.form.delimiter.join(self.columns), name) or hint
         return BadInput(f"{self.path} has no column {name!r}; it has {self.shown()}{hint}")
@@ -195,9 +202,10 @@ class RowTable:
                 yield number, row
         if quoted and self.form.guessed and not self.noted:
             self.noted = True
+            remedy = "give --quoting '\"'" if self.form.hint else "write the file as .csv"
             say(
                 f"note: {self.path}: cells in quotes are read with their quotes (from line "
-                f"{quoted}); if a program for csv wrote them, give --quoting '\"'",
+                f"{quoted}); if a program for csv wrote them, {remedy}",
                 error=True,
             )
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -152,15 +153,17 @@ class Tokenizer:
         """(ids, starts, ends) of each text, int32: token i comes from `text[starts[i]:ends[i]]`.
 
         The ids are those of `encode_batch`. Starts and ends count the characters (code points) of
-        the original text, and never decrease. A span excludes white space at its ends, so the span
-        of a white-space token is empty. If a token is a part of a character (bytes of an emoji, the
-        "f" of a ligature), its span is the whole character.
+        the original text; they do not decrease, except in ligatures of a unigram. A span excludes
+        white space at its ends, so the span of a white-space token is empty. If a token is a part
+        of a character (bytes of an emoji, the "f" of a ligature), its span is the whole character.
+        A span includes combining marks that follow it and that the tokenizer deletes (accents,
+        vowel signs).
         """
         spans = self._spans_of_symbols if self.kind == "symbols" else self._spans_of_pieces
         if self._sentencepiece:
             spans = self._spans_of_sentencepiece
         return [
-            (ids, *_without_space(text, starts, ends))
+            (ids, *_with_marks(text, *_without_space(text, starts, ends)))
             for text, (ids, starts, ends) in zip(texts, spans(texts), strict=True)
         ]
 
@@ -337,6 +340,18 @@ def _without_space(
     preceding = np.append(-1, visible)[np.searchsorted(visible, ends)] + 1
     starts = np.minimum(following, ends).astype(np.int32)
     return starts, np.maximum(preceding, starts).astype(np.int32)
+
+
+def _with_marks(text: str, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The spans, each with the combining marks that follow it and belong to no token."""
+    if text.isascii() or not len(starts):
+        return starts, ends
+    isnt_mark = [not unicodedata.category(letter).startswith("M") for letter in text]
+    others = np.append(np.flatnonzero(isnt_mark), len(text))  # characters that are no marks
+    following = others[np.searchsorted(others, ends)]  # the first one from the end of each span
+    next_starts = np.append(starts[1:], len(text))
+    grown = np.where(ends > starts, np.minimum(following, next_starts), ends)
+    return starts, np.maximum(ends, grown).astype(np.int32)
 
 
 def _fast_model(path: Path) -> Any:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xformer.data.batch import Assembler, Batch, ragged_arange
-from xformer.data.store import IGNORED, NO_LABEL, UNLABELLED, Split, is_bio
+from xformer.data.store import IGNORED, NO_LABEL, UNLABELLED, UNSEEN, Split, is_bio
 from xformer.tasks.task import (
     HIGHER,
     LOWER,
@@ -140,14 +140,15 @@ class Tag(Task):
         return {"labels": self._of_words(outputs[:, 0].astype(np.int64), split)} | of_rows(split)
 
     def gold(self, split: Split) -> list[str] | None:
-        # a label below 0 is not a class; it becomes 0, which is written as NO_LABEL
-        labels = np.maximum(np.asarray(split.columns["labels"].values, np.int64) + 1, 0)
-        return self._of_words(labels, split) if self.has_labels(split) else None
+        labels = np.asarray(split.columns["labels"].values, np.int64)
+        # as `_of_words` counts them: unseen classes are the last, and words without a label 0
+        numbers = np.where(labels == UNSEEN, len(self.head.labels) + 1, np.maximum(labels + 1, 0))
+        return self._of_words(numbers, split) if self.has_labels(split) else None
 
     def _of_words(self, numbers: np.ndarray, split: Split) -> list[str]:
         """The class names of each row's words, joined by spaces. `numbers` (S,) holds 1 + the class
-        of each token, or 0 for NO_LABEL."""
-        names = np.array([NO_LABEL, *self.head.labels], object)
+        of each token, 0 for NO_LABEL, or 1 + the number of classes for one unseen in training."""
+        names = np.array([NO_LABEL, *self.head.labels, "(unseen)"], object)
         column, rows = split.columns["labels"], []
         for row in range(split.rows):
             places = column.offsets[row] + np.flatnonzero(column[row] != IGNORED)
@@ -196,11 +197,11 @@ def entity_f1(
 ) -> float:
     """F1 over entities. A predicted entity is correct if its first word, last word and type are.
 
-    `predictions` and `labels` are class numbers (W,); `rows` (W,) is the row of each word. A word
-    whose label is not one of the classes belongs to no entity. If there are no entities at all, the
-    result is 1.
+    `predictions` and `labels` are class numbers (W,); `rows` (W,) is the row of each word.
+    Neighbouring words whose labels are not among the classes count as one entity, which no
+    prediction matches. If there are no entities at all, the result is 1.
     """
-    names = np.array([*classes, "O"], object)
+    names = np.array([*classes, "I-(unseen)"], object)
     named = names[predictions], names[np.where(labels < 0, len(classes), labels)]
     cuts = np.flatnonzero(np.diff(rows)) + 1
     right = both = 0

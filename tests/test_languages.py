@@ -1,0 +1,227 @@
+"""Texts, tables and names as they occur in the world: accents as separate characters, empty lines,
+quotes, repeated keys, names in other encodings."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xformer import checkpoint
+from xformer.checkpoint import Checkpoint
+from xformer.data.errors import BadInput
+from xformer.data.store import UNSEEN, open_store
+from xformer.preprocess.tasks import predict
+from xformer.preprocess.tasks.tables import RowTable
+from xformer.tasks.tag import entity_f1
+
+OPTIONS = {"delimiter": None, "quoting": None, "no_header": False}
+TSV: dict[str, Any] = {"text": "sentence", "text_b": None, "label": "label", "task": "tsv"}
+TSV |= {"options": OPTIONS}
+
+
+@pytest.fixture(scope="module")
+def english() -> Checkpoint:
+    return checkpoint.load("micro/english")
+
+
+class Reader:
+    """Reads files as the rows to predict of a checkpoint whose head recorded these columns."""
+
+    def __init__(self, folder: Path, english: Checkpoint):
+        self.folder, self.tokenizer, self.number = folder, english.tokenizer, 0
+
+    def __call__(
+        self, name: str, content: str, columns: dict[str, Any], kind: str = "classify", **more: Any
+    ) -> list[str]:
+        """The texts that are read from a file with this content."""
+        file, self.number = self.folder / name, self.number + 1
+        file.write_text(content, encoding="utf-8")
+        labels = ["O", "B-X"] if kind == "tag" else ["a", "b"]
+        head = {"kind": kind, "labels": labels, "pair": kind == "span", "max_tokens": 64}
+        store = self.folder / f"store{self.number}"
+        predict.write_rows(file, head | {"columns": columns}, self.tokenizer, store, **more)
+        split = open_store(store).split("input")
+        texts = split.columns["question.input" if kind == "span" else "input"]
+        return [texts.text(i) for i in range(len(texts))]
+
+
+@pytest.fixture
+def read(tmp_path: Path, english: Checkpoint) -> Reader:
+    return Reader(tmp_path, english)
+
+
+# ------------------------------------------------------------------------------- answers
+
+
+def test_answers_keep_their_accents(
+    tmp_path: Path, preprocess: Any, english: Checkpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The vocabulary deletes accents, vowel signs and voicing marks, but an answer has them."""
+    answers = ["Cafe\u0301", "बोलते", "か\u3099", "Ole\u0301s"]
+    paragraphs = []
+    for i, answer in enumerate(answers * 3):
+        context = f"It is {answer} in the end."
+        qas = [{"id": str(i), "question": "What " + "on earth " * 9 + "?", "answers": []}]
+        qas[0]["answers"] = [{"text": answer, "answer_start": 6}]  # type: ignore[list-item]
+        paragraphs.append({"context": context, "qas": qas})
+    file = tmp_path / "train.json"
+    data = [{"title": str(i), "paragraphs": [p]} for i, p in enumerate(paragraphs)]
+    file.write_text(json.dumps({"data": data}))
+    (tmp_path / "dev.json").write_text(json.dumps({"data": data[:4]}))
+    limits = ["--max-tokens", "48", "--max-question", "8", "--stride", "16"]
+    line = ["task", "squad", "--input", tmp_path, "--tokenizer", "micro/english", *limits]
+    preprocess(*line, "--output", tmp_path / "s")
+    said = capsys.readouterr()
+    assert "the tokens of 12 answers reproduce the exact text" in said.out
+    cut = "warning: train: 12 of the 12 questions are longer than 8 tokens and are truncated"
+    assert cut in said.err
+    assert "fit into no window" not in said.err
+    (ids, starts, ends), *_ = english.tokenizer.encode_with_offsets(["Cafe\u0301 e\u0301a a\u0301"])
+    covered = ["Cafe\u0301 e\u0301a a\u0301"[a:b] for a, b in zip(starts, ends, strict=True)]
+    assert "".join(covered) == "Cafe\u0301e\u0301aa\u0301"
+    assert len(ids) == len(covered)
+
+
+def test_an_answer_in_no_window(
+    tmp_path: Path, preprocess: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    context = "word " * 40
+    answers = [{"text": context.strip(), "answer_start": 0}]
+    qas = [{"id": "1", "question": "What?", "answers": answers}]
+    data = [{"title": "t", "paragraphs": [{"context": context, "qas": qas}]}]
+    for name in ("train", "dev"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"data": data}))
+    line = ["task", "squad", "--input", tmp_path, "--tokenizer", "micro/english"]
+    preprocess(
+        *line,
+        "--max-tokens",
+        "24",
+        "--max-question",
+        "8",
+        "--stride",
+        "8",
+        "--output",
+        tmp_path / "s",
+    )
+    said = 'warning: train: 1 of the 1 answers fit into no window, and are trained as "no answer"'
+    assert said in capsys.readouterr().err
+
+
+def test_unseen_classes_of_words_are_missed_entities() -> None:
+    """A type that training lacks is an entity that nothing finds; neighbours count as one."""
+    classes = ["B-PER", "I-PER", "O"]
+    gold = np.array([0, 1, 2, 2, UNSEEN, UNSEEN])
+    said = np.array([0, 1, 2, 2, 2, 2])
+    assert entity_f1(said, gold, np.zeros(6), classes) == pytest.approx(2 / 3)
+    assert entity_f1(np.array([0, 2]), np.array([0, UNSEEN]), np.zeros(2), classes) < 1
+
+
+# ------------------------------------------------------------------------------- rows to predict
+
+
+def test_an_empty_line_is_an_empty_text(read: Reader, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["First one.", "", "Second one.", "  ", "Third one."]
+    assert read("lines.txt", "\n".join(lines) + "\n\n", TSV) == lines
+    assert "warning: no text in 2 of the 5 rows" in capsys.readouterr().err
+
+
+def test_a_separator_of_training_is_named(read: Reader, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of sentences with semicolons looks like the training file, which had columns."""
+    options = OPTIONS | {"delimiter": ";", "no_header": True}
+    columns = TSV | {"text": "2", "label": "1", "options": options}
+    assert read("s.txt", "It rains; nobody is glad.\n", columns) == [" nobody is glad."]
+    said = capsys.readouterr().err
+    assert "s.txt is read as in training: without a header, separated by ';', column 2" in said
+
+
+def test_quotes_in_a_tsv_are_noted(read: Reader, capsys: pytest.CaptureFixture[str]) -> None:
+    content = 'question\tcontext\n"Who ""barks""?"\t"The ""big"" dog."\n'
+    assert read("q.tsv", content, {"task": "squad"}, "span") == ['"Who ""barks""?"']
+    said = capsys.readouterr().err
+    assert "cells in quotes are read with their quotes (from line 2)" in said
+    assert "if a program for csv wrote them, write the file as .csv" in said
+    assert "--quoting" not in said
+    assert predict.read_texts(read.folder / "q.tsv", "context") == ['"The ""big"" dog."']
+    assert "write the file as .csv" in capsys.readouterr().err
+
+
+def test_questions_need_different_ids(read: Reader) -> None:
+    content = "id,question,context\n1,Who?,A dog\n2,What?,A cat\n1,Where?,A house\n"
+    with pytest.raises(BadInput, match=r"q.csv: 2 questions have the id '1'"):
+        read("q.csv", content, {"task": "squad"}, "span")
+    assert read("q.csv", content.replace("1,Where", "3,Where"), {}, "span") == [
+        "Who?",
+        "What?",
+        "Where?",
+    ]
+
+
+def test_ndjson_is_json_lines(read: Reader) -> None:
+    content = '{"sentence": "A new one"}\n{"sentence": "and another"}\n'
+    assert read("a.ndjson", content, TSV) == ["A new one", "and another"]
+    assert predict.read_texts(read.folder / "a.ndjson", "sentence")[1] == "and another"
+
+
+def test_a_text_called_pitches_is_a_text(read: Reader) -> None:
+    columns = TSV | {"text": "pitches"}
+    content = "pitches\nour startup pitch number 3\n"
+    assert read("p.tsv", content, columns) == ["our startup pitch number 3"]
+    with pytest.raises(BadInput, match="'number' is not a pitch"):
+        read("p.tsv", content, {"text": "pitches", "task": "music/maestro"})
+
+
+def test_own_columns_of_pitches(read: Reader) -> None:
+    columns = {"text": "pitches", "task": "music/maestro", "options": {}}
+    content = "piece,notes\na,60 62 64\nb,65 67\n"
+    rows = read("own.csv", content, columns, given=("notes",), key="piece")
+    assert rows == ["60 62 64", "65 67"]
+    with pytest.raises(BadInput, match=r"names MIDI files, and their names are the ids"):
+        read("m.csv", "midi_filename,key\nx.mid,1\n", columns, key="key")
+
+
+def test_lines_of_single_words_are_noted(read: Reader, capsys: pytest.CaptureFixture[str]) -> None:
+    columns = {"text": "1", "label": "2", "task": "conll"}
+    assert len(read("zh.txt", "我喜欢北京。\n他去上海。\n\n第三句话。\n", columns, "tag")) == 2
+    said = capsys.readouterr().err
+    assert "zh.txt is read as CoNLL's columns: it has one word in each line" in said
+
+
+# ------------------------------------------------------------------------------- names
+
+
+def test_columns_that_look_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("Gro\u0308\u00dfe,x\n1,2\n", encoding="utf-8")
+    error = RowTable(tmp_path / "a.csv").missing("Gr\u00f6\u00dfe")
+    assert "it looks the same, but its accents are separate characters in one" in str(error)
+
+
+def test_other_encodings_are_named(read: Reader) -> None:
+    for name, encoding in (("a.csv", "utf-16"), ("b.csv", "latin-1")):
+        (read.folder / name).write_bytes("sentence,größe\nein,1\n".encode(encoding))
+    (read.folder / "c.csv").write_bytes("sentence,size\nein,1\n".encode("utf-16-le"))
+    head = {"kind": "classify", "labels": ["a", "b"], "pair": False, "max_tokens": 64}
+    for name, words in (
+        ("a.csv", r"a.csv holds NUL characters, as UTF-16 does"),
+        ("b.csv", "b.csv:1: not valid UTF-8"),
+        ("c.csv", r"c.csv holds NUL characters, as UTF-16 does: convert it to UTF-8"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            predict.write_rows(
+                read.folder / name, head | {"columns": TSV}, read.tokenizer, read.folder / "s"
+            )
+
+
+def test_names_of_files_that_are_not_utf8(tmp_path: Path, preprocess: Any) -> None:
+    try:
+        folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/Fr\xe9d\xe9ric"))
+        folder.mkdir()
+    except OSError:
+        pytest.skip("this file system allows only names in UTF-8")
+    (folder / "a.mid").write_bytes(b"MThd")
+    with pytest.raises(BadInput, match=r"the file name 'Fr\\udce9d\\udce9ric/a.mid' is not UTF-8"):
+        preprocess("task", "music/maestro", "--input", tmp_path, "--output", tmp_path / "s")
