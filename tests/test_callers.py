@@ -169,16 +169,21 @@ def test_only_its_own_kind_is_overwritten(
 ) -> None:
     notes = tmp_path / "notes"
     notes.mkdir()
-    (notes / "thesis.txt").write_text("text")
+    (notes / "manifest.json").write_text("{}")
     store = tmp_path / "store"
     write_store(store, english.tokenizer, {"train": ["a"]})
-    for path in (notes, store):
+    step = tmp_path / "step_5"
+    step.mkdir()
+    (step / "thesis.txt").write_text("text")
+    for path in (notes, store, step):
         before = sorted(path.rglob("*"))
         with pytest.raises(BadInput, match="so it is not overwritten; give another path"):
             write(english, path, overwrite=True)
         assert sorted(path.rglob("*")) == before
     for _ in range(2):
         write(english, tmp_path / "mine", overwrite=True)
+    (tmp_path / "empty").mkdir()
+    write(english, tmp_path / "empty", overwrite=True)
     other = to_hf if write is checkpoint.save else checkpoint.save
     with pytest.raises(BadInput, match="so it is not overwritten"):
         other(english, tmp_path / "mine", overwrite=True)
@@ -239,6 +244,18 @@ def test_what_a_batch_lacks(classes: Checkpoint, english: Checkpoint) -> None:
         write_store("none", english.tokenizer, {"train": [("a", 0)]}, [1, 0])  # type: ignore[list-item]
 
 
+def test_answers_and_pairs_have_heads(english: Checkpoint) -> None:
+    texts, contexts = ["who ?", "what ?"], ["the man sat", "the cat sat"]
+    batch = pack(english.tokenizer, texts, [[0, 1], [1, 1]], texts_b=contexts)
+    assert batch.labels is not None
+    assert batch.labels.tolist() == [[4, 5], [5, 5]]
+    assert english.with_head(Head("span", pair=True)).model()(batch).count == 2
+    pairs = english.with_head(Head("mlm", pair=True, pair_scale=1.0)).model()
+    assert torch.isfinite(
+        pairs(pack(english.tokenizer, texts, [0, 1], texts_b=contexts, masking=0.3)).mean
+    )
+
+
 def test_rows_and_layers_that_the_model_lacks(english: Checkpoint) -> None:
     model = english.model()
     with pytest.raises(ValueError, match="a row has 202 tokens, but the model takes 128"):
@@ -290,6 +307,7 @@ def test_statistics_refuse_what_is_no_number() -> None:
     with pytest.raises(ValueError, match="`drawn` is for 5 seeds, but there are 7"):
         multibootstrap(np.zeros((7, 10)), np.zeros((10, 5), int))
     assert [tie_test([x] * 3, 1.0) for x in (0.9, 1.0, -1.0, 2.0)] == [0.0, 1.0, 1.0, 1.0]
+    assert np.isnan(tie_test([0.001], 0.01))
 
 
 def test_a_misspelt_likelihood(english: Checkpoint) -> None:

@@ -78,9 +78,9 @@ def test_answers_keep_their_accents(
     preprocess(*line, "--output", tmp_path / "s")
     said = capsys.readouterr()
     assert "the tokens of 12 answers reproduce the exact text" in said.out
-    cut = "warning: train: 12 of the 12 questions are longer than 8 tokens and are truncated"
+    cut = "warning: train: 12 of the 12 questions cut to 8 tokens"
     assert cut in said.err
-    assert "fit into no window" not in said.err
+    assert "in no window" not in said.err
     (ids, starts, ends), *_ = english.tokenizer.encode_with_offsets(["Cafe\u0301 e\u0301a a\u0301"])
     covered = ["Cafe\u0301 e\u0301a a\u0301"[a:b] for a, b in zip(starts, ends, strict=True)]
     assert "".join(covered) == "Cafe\u0301e\u0301aa\u0301"
@@ -108,7 +108,7 @@ def test_an_answer_in_no_window(
         "--output",
         tmp_path / "s",
     )
-    said = 'warning: train: 1 of the 1 answers fit into no window, and are trained as "no answer"'
+    said = "warning: train: 1 of the 1 answers in no window, so that a model can neither"
     assert said in capsys.readouterr().err
 
 
@@ -130,6 +130,19 @@ def test_an_empty_line_is_an_empty_text(read: Reader, capsys: pytest.CaptureFixt
     assert "warning: no text in 2 of the 5 rows" in capsys.readouterr().err
 
 
+def test_an_empty_line_is_no_sequence(read: Reader) -> None:
+    dna = {"text": "sequence", "task": "dna", "uppercase": True, "options": {}}
+    assert read("seqs.txt", "ACGTACGTAACC\n\nGGGTTTAACC\n\n", dna) == ["ACGTACGTAACC", "GGGTTTAACC"]
+    pitches = {"text": "pitches", "task": "music/maestro", "options": {}}
+    assert read("n.txt", "60 62\n\n64\n", pitches) == ["60 62", "64"]
+
+
+def test_sentences_that_begin_with_a_quote(read: Reader) -> None:
+    columns = TSV | {"options": OPTIONS | {"quoting": '"'}}
+    lines = ['"Hello," she said.', "The second line."]
+    assert read("quoted.txt", "\n".join(lines) + "\n", columns) == lines
+
+
 def test_a_separator_of_training_is_named(read: Reader, capsys: pytest.CaptureFixture[str]) -> None:
     """A file of sentences with semicolons looks like the training file, which had columns."""
     options = OPTIONS | {"delimiter": ";", "no_header": True}
@@ -146,6 +159,8 @@ def test_quotes_in_a_tsv_are_noted(read: Reader, capsys: pytest.CaptureFixture[s
     assert "cells in quotes are read with their quotes (from line 2)" in said
     assert "if a program for csv wrote them, write the file as .csv" in said
     assert "--quoting" not in said
+    assert read("bare.tsv", '"a ""b"" c"\nplain\n', TSV) == ['"a ""b"" c"', "plain"]
+    assert "(from line 1)" in capsys.readouterr().err
     assert predict.read_texts(read.folder / "q.tsv", "context") == ['"The ""big"" dog."']
     assert "write the file as .csv" in capsys.readouterr().err
 

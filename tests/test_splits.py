@@ -380,7 +380,7 @@ def test_classes_that_may_be_mistakes(forks: Forks, tmp_path: Path) -> None:
     done = good(task(forks, "protein", write(rows, tmp_path / "a.csv")))
     said = "warning: 'NaN' is a class, with 20 rows: if it stands for a missing label, take these"
     assert f"{said} rows out\n" in done.err
-    same = "warning: these classes differ only in case: 'Yes' (40 rows) and 'yes' (10 rows)\n"
+    same = "warning: some classes differ only in case: 'Yes' (40 rows) and 'yes' (10 rows)\n"
     assert same in done.err
     lines = [f"text {i}\t{name}\n" for i, name in enumerate(names)]
     (tmp_path / "b.tsv").write_text("".join(lines))

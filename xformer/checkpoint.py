@@ -36,6 +36,7 @@ from xformer.data.files import (
     put_back,
     read_json,
     read_sums,
+    replaceable,
     selected,
     what_is,
     write_json,
@@ -114,7 +115,7 @@ class Checkpoint:
         architecture does not support it.
         """
         task = task_of(head)
-        if task.named_classes and not head.labels:
+        if task.named_classes and not task.predicts_masked and not head.labels:
             raise BadInput(f"the head {head.kind} needs labels=, the names of its classes")
         check_head(self.config, task)
         kept = {k: v for k, v in self.weights.items() if not k.startswith("task_head")}
@@ -319,8 +320,9 @@ def save(
     checkpoint.
     """
     path = Path(path)
-    of_run = step_of(path) is not None  # a run writes such a directory again even if it is damaged
-    if overwrite and path.exists() and not (of_run or (path / "manifest.json").is_file()):
+    # a run also replaces a damaged checkpoint of its own
+    of_run = path.parent.name in ("checkpoints", "trajectory") and step_of(path) is not None
+    if overwrite and not of_run and not replaceable(path, "manifest.json", "model.safetensors"):
         raise BadInput(f"{path} is not a checkpoint, so it is not overwritten; give another path")
     with atomic_directory(path, overwrite) as directory:
         save_tensors(checkpoint.weights, directory / "model.safetensors")

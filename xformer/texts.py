@@ -42,7 +42,8 @@ def pack(
     """Pack `texts` in their order into a batch on the CPU, for `model(batch)`. A `collate_fn` can
     call this.
 
-    `labels` are N class numbers or N scores. With `texts_b` the rows are pairs. A text is truncated
+    `labels` are N class numbers or N scores. With `texts_b` the rows are pairs, and labels may also
+    be (N, 2), the first and the last token of an answer in each second text. A text is truncated
     so that its row has at most `max_tokens` tokens, special tokens included, whatever the model
     accepts. `masking` is the probability that a token is chosen for masked language modelling.
     torch's random generator chooses, so `torch.manual_seed` makes the choice reproducible. A

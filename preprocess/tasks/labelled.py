@@ -381,10 +381,13 @@ def _say_odd_classes(task: TaskSource, survey: RowSurvey, labels: list[str]) -> 
                 "missing label, take these rows out",
                 error=True,
             )
-    for same in spellings.values():
-        if len(same) > 1:
-            named = " and ".join(f"{label!r} ({counts[label]:,} rows)" for label in same)
-            say(f"warning: these classes differ only in case: {named}", error=True)
+    groups = [same for same in spellings.values() if len(same) > 1]
+    named = [
+        " and ".join(f"{label!r} ({counts[label]:,} rows)" for label in same) for same in groups[:3]
+    ]
+    if named:
+        more = ", ..." if len(groups) > 3 else ""
+        say(f"warning: some classes differ only in case: {', '.join(named)}{more}", error=True)
 
 
 def _say_lacking(survey: RowSurvey, labels: list[str], noun: str) -> None:

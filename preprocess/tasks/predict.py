@@ -188,7 +188,7 @@ def _texts(path: Path, head: HeadRecord) -> Iterator[Row]:
         recorded = ("text", "text_b") if head.pair else ("text",)
         names = [[str(head.columns[key])] if head.columns.get(key) else [] for key in recorded]
     form = _form_of_training(path, head) if head.task == "tsv" else None
-    for line, texts, id_ in _table(path, head, names, form, report_no_header=True):
+    for line, texts, id_ in _table(path, head, names, form, True, empty_rows=True):
         yield Row(INPUT, tuple(texts), None, path, line, id_)
 
 
@@ -224,14 +224,16 @@ def _table(
     form: Form | None = None,
     report_no_header: bool = False,
     lists: Sequence[str] = (),
+    empty_rows: bool = False,
 ) -> Iterator[tuple[int, list[str], str | None]]:
     """(line, texts, id) of the rows of a table.
 
     The table has a column for each of `names`, or it is a delimited file without a header that has
     exactly these columns. If the user gives columns, they are read instead of those called `names`.
     `form` is the form of the training file. `lists` is passed on to `RowTable`. With
-    `report_no_header`, a note says that the first line is read as a row. Raises BadInput if the
-    columns are missing.
+    `report_no_header`, a note says that the first line is read as a row. With `empty_rows`, an
+    empty line before a text is an empty text, if there is no header and a row is one text. Raises
+    BadInput if the columns are missing.
     """
     given = head.given
     if given and len(given) != len(names):
@@ -247,14 +249,13 @@ def _table(
         raise _wrong_header(path, _first_row(path, table.form), names)
     if columns is None:
         _refuse_key(path, head, "has no header")
-        empty: list[int] = []  # lines between two texts; those at the end of the file are no rows
-        for line, text in read_lines(path):
-            if not text:
+        empty: list[int] = []  # lines before a text; those at the end of the file are no rows
+        for line, row in table.delimited(STRICT, empty=empty_rows and len(names) == 1):
+            if row == [""]:
                 empty.append(line)
                 continue
-            if len(names) == 1:
-                yield from ((number, [""], None) for number in empty)
-            empty, row = [], text.split(table.form.delimiter)
+            yield from ((number, [""], None) for number in empty)
+            empty = []
             if len(row) != len(names):
                 raise BadInput(f"{path}:{line}: {many(len(row), 'column')} instead of {len(names)}")
             yield line, row, None
@@ -298,7 +299,12 @@ def _open(path: Path, names: Names, form: Form | None) -> tuple[RowTable, list[s
         return table, [column for column in columns if column]
     usual = Form.of(path)
     for candidate in (form or usual, usual):
-        header = [name.strip() for name in _first_row(path, candidate)]
+        try:
+            header = [name.strip() for name in _first_row(path, candidate)]
+        except BadInput:
+            if candidate == usual:
+                raise
+            continue  # a file of texts that begins with a quote, for example
         if not candidate.header:  # columns have numbers for names
             header = [str(i) for i in range(1, len(header) + 1)]
         columns = [next((name for name in options if name in header), None) for options in names]
@@ -416,7 +422,7 @@ def _pieces(path: Path, head: HeadRecord) -> list[music.Piece] | None:
         files = [file for file in visible if file.suffix.lower() in music.MIDI]
         if not files:
             raise BadInput(f"{path} holds no MIDI file")
-        music.refuse_foreign_names(files)
+        music.refuse_foreign_names([file.relative_to(path) for file in files])
         return [
             music.Piece(file, str(file.relative_to(path)), "", INPUT, file, 1) for file in files
         ]
@@ -464,9 +470,6 @@ def _sentences(path: Path, head: HeadRecord) -> Iterator[Row]:
         )
     word, label = (_column_number(head.columns.get(name)) for name in ("text", "label"))
     if extension(path) in tags.ENDINGS[:4] or _is_conll(path, label, head.labels):
-        if extension(path) == ".txt":
-            note = "has one word in each line, with empty lines between sentences"
-            say(f"note: {path} is read as CoNLL's columns: it {note}", error=True)
         columns = tags.columns_of(path, "test", word, label)
         for line, words, _ in tags.sentences(path, columns, STRICT):
             yield Row(INPUT, (" ".join(words),), None, path, line)
@@ -502,6 +505,9 @@ def _is_conll(path: Path, label: int, labels: list[str]) -> bool:
         return bool(block)
     lines, known = [line.split() for line in block], {*labels, tags.NO_LABEL}
     if all(len(words) == 1 for words in lines):
+        if ended and len(block) > 1:
+            note = "it has one word in each line, and empty lines"
+            say(f"note: {path} is read as CoNLL's columns: {note}", error=True)
         return ended and len(block) > 1
     return all(len(words) >= max(label, 2) and words[label - 1] in known for words in lines)
 

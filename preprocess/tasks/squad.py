@@ -95,10 +95,10 @@ class Counts:
         """A line for each kind of question that is not read whole."""
         if self.cut:
             share = f"{self.cut:,} of the {self.questions:,} questions"
-            yield f"{share} are longer than {max_question} tokens and are truncated"
+            yield f"{share} cut to {max_question} tokens"
         if self.lost:
             share = f"{self.lost:,} of the {self.answerable:,} answers"
-            yield f'{share} fit into no window, and are trained as "no answer"'
+            yield f"{share} in no window, so that a model can neither learn nor find them"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -186,16 +186,16 @@ class RowTable:
                 yield line, [row[place] for place in places]
 
     def delimited(
-        self, bad: BadRows, advance: Callable[[int], None] = lambda _: None
+        self, bad: BadRows, advance: Callable[[int], None] = lambda _: None, empty: bool = False
     ) -> Iterator[tuple[int, list[str]]]:
         """(number of the row's last line, its columns) of every row, a header included. Empty lines
-        are skipped."""
+        are skipped, unless `empty` asks for them and the file has no quotes."""
         if self.form.quote is not None:
             yield from self._quoted(self.form.quote, bad, advance)
             return
         quoted = 0  # the first line with a cell that csv must have written
         for number, line in read_lines(self.path, bad, advance):
-            if line:
+            if line or empty:
                 row = line.split(self.form.delimiter)
                 if not quoted and '""' in line and any(map(_from_csv, row)):
                     quoted = number

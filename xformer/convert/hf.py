@@ -34,6 +34,7 @@ from xformer.data.files import (
     file_checksum,
     put_back,
     read_json,
+    replaceable,
     write_json,
     write_text,
 )
@@ -598,7 +599,7 @@ def to_hf(
     family, or if `out` exists; with `overwrite` only if it holds something other than an export.
     """
     family, out = family_of(checkpoint), Path(out)
-    if overwrite and out.exists() and not all((out / name).is_file() for name in EXPORT):
+    if overwrite and not replaceable(out, *EXPORT):
         raise BadInput(f"{out} is not an export, so it is not overwritten; give another path")
     tensors: dict[str, Tensor] = {}
     for ours, theirs in _their_names(checkpoint, family).items():

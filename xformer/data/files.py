@@ -247,6 +247,14 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
         raise BadInput(f"{path} cannot be written: {parent} is a file; give another output")
 
 
+def replaceable(path: Path, *files: str) -> bool:
+    """Whether nothing is lost if a new directory with these files takes the place of `path`: it
+    does not exist, is empty, or has them."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return True
+    return all((path / name).is_file() for name in files)
+
+
 @contextmanager
 def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
     """Write a directory that appears only when it is complete.

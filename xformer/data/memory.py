@@ -21,7 +21,8 @@ def split_of(
 ) -> Split:
     """A split in memory with N `texts`, and with `texts_b` if the rows are pairs.
 
-    `labels` are N class numbers or N scores: a list, an array or a tensor on the CPU. Raises
+    `labels` are N class numbers or N scores, or (N, 2) spans of the second texts: a list, an array
+    or a tensor on the CPU. Raises
     BadInput that names the first of the texts that is not a string, or if the labels are not
     numbers, and ValueError if the numbers of texts and labels differ.
     """
@@ -30,7 +31,8 @@ def split_of(
         columns["tokens_b"] = _ragged(tokenizer, texts_b)
     if labels is not None:
         values = np.asarray(labels)
-        if values.ndim != 1 or values.dtype.kind not in "buif":
+        spans = texts_b is not None and values.ndim == 2 and values.dtype.kind in "ui"
+        if not spans and (values.ndim != 1 or values.dtype.kind not in "buif"):
             raise BadInput("labels must be one number for each row: that of its class, or a score")
         columns["label"] = values.astype(np.float32 if values.dtype.kind == "f" else np.int64)
     if len({len(column) for column in columns.values()}) > 1:

@@ -28,6 +28,7 @@ from xformer.data.errors import BadInput, typed
 from xformer.data.files import installed, json_text, near, put_back, read_json, selected
 
 META = "tokenizer_meta.json"
+NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 KINDS = ("wordpiece", "bpe", "unigram", "symbols")
 BERT_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
@@ -344,10 +345,10 @@ def _without_space(
 
 def _with_marks(text: str, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The spans, each with the combining marks that follow it and belong to no token."""
-    if text.isascii() or not len(starts):
+    marks = [m.start() for m in NOT_ASCII.finditer(text) if unicodedata.category(m[0])[0] == "M"]
+    if not marks or not len(starts):
         return starts, ends
-    isnt_mark = [not unicodedata.category(letter).startswith("M") for letter in text]
-    others = np.append(np.flatnonzero(isnt_mark), len(text))  # characters that are no marks
+    others = np.delete(np.arange(len(text) + 1), marks)  # characters that are no marks, and the end
     following = others[np.searchsorted(others, ends)]  # the first one from the end of each span
     next_starts = np.append(starts[1:], len(text))
     grown = np.where(ends > starts, np.minimum(following, next_starts), ends)

@@ -38,7 +38,10 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 def tie_test(differences: Sequence[float], margin: float) -> float:
     """The p of two one-sided t tests (Schuirmann 1987) of "the mean lies outside ± margin". If it
-    is small, the two sides of the pairs tie. Without any spread it is 0 or 1."""
+    is small, the two sides of the pairs tie. Without any spread it is 0 or 1, and for one pair
+    NaN."""
+    if len(differences) < 2:
+        return math.nan
     if np.ptp(differences) == 0:
         return float(abs(differences[0]) >= margin)
     above = stats.ttest_1samp(differences, -margin, alternative="greater").pvalue
