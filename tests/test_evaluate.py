@@ -283,7 +283,11 @@ BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
         ["data={others}/maybe"],
         ["labels that are not classes of the checkpoint: maybe", "the checkpoint knows no, yes"],
     ),
-    ("classes", ["data={others}/swapped"], ["its classes in another order or number: yes, no"]),
+    (
+        "classes",
+        ["data={others}/swapped"],
+        ["not all of the checkpoint's classes, or in another order: yes, no"],
+    ),
     ("classes", ["data={data}/scores"], ["head=classify needs a store of kind class"]),
     ("scores", ["data={data}/classes"], ["head=regress needs a store of kind score"]),
     ("text", ["data={data}/splice"], ["splice was made with a different tokenizer"]),

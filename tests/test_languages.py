@@ -78,7 +78,7 @@ def test_answers_keep_their_accents(
     preprocess(*line, "--output", tmp_path / "s")
     said = capsys.readouterr()
     assert "the tokens of 12 answers reproduce the exact text" in said.out
-    cut = "warning: train: 12 of the 12 questions cut to 8 tokens"
+    cut = "warning: train: 12 of the 12 questions were cut to 8 tokens"
     assert cut in said.err
     assert "in no window" not in said.err
     (ids, starts, ends), *_ = english.tokenizer.encode_with_offsets(["Cafe\u0301 e\u0301a a\u0301"])
@@ -108,7 +108,7 @@ def test_an_answer_in_no_window(
         "--output",
         tmp_path / "s",
     )
-    said = "warning: train: 1 of the 1 answers in no window, so that a model can neither"
+    said = "warning: train: 1 of the 1 answers is in no window: no model can learn or find them"
     assert said in capsys.readouterr().err
 
 

@@ -125,7 +125,8 @@ def _maestro(
     pieces = []
     marks = splits.find(table, split_column, columns, "", used)
     for split, line, values in marks.rows(table, columns, bad):
-        composer, name = ((value or "").strip() for value in values)
+        composer, name = (value or "" for value in values)
+        composer = composer.strip()
         if not composer or not name:
             bad(path, line, "the composer or the name of the MIDI file is empty")
         else:

@@ -95,10 +95,11 @@ class Counts:
         """A line for each kind of question that is not read whole."""
         if self.cut:
             share = f"{self.cut:,} of the {self.questions:,} questions"
-            yield f"{share} cut to {max_question} tokens"
+            yield f"{share} {'was' if self.cut == 1 else 'were'} cut to {max_question} tokens"
         if self.lost:
             share = f"{self.lost:,} of the {self.answerable:,} answers"
-            yield f"{share} in no window, so that a model can neither learn nor find them"
+            verb = "is" if self.lost == 1 else "are"
+            yield f"{share} {verb} in no window: no model can learn or find them"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

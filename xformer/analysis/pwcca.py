@@ -78,9 +78,9 @@ def pwcca(x: Any, y: Any, variant: Variant = "definition") -> float:
         alpha_i = sum over j of |<h_i, x_j>|,      PWCCA = sum of alpha_i rho_i / sum of alpha_i
 
     Two implementations compute something else: google/svcca and anatome. The variants "svcca" and
-    "anatome" reproduce their values (see docs/analysis.md). Raises ValueError if there is no such
-    variant, or if the arrays do not match, are constant, or are not finite. Warns if there are too
-    few samples.
+    "anatome" reproduce their values (see docs/analysis.md). Raises ValueError if the variant
+    is unknown, or if the arrays do not match, are constant, or are not finite. Warns if there are
+    too few samples.
     """
     if variant not in get_args(Variant):
         raise ValueError(f"variant={variant!r} must be one of {', '.join(get_args(Variant))}")

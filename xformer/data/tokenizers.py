@@ -157,8 +157,8 @@ class Tokenizer:
         the original text; they do not decrease, except in ligatures of a unigram. A span excludes
         white space at its ends, so the span of a white-space token is empty. If a token is a part
         of a character (bytes of an emoji, the "f" of a ligature), its span is the whole character.
-        A span includes combining marks that follow it and that the tokenizer deletes (accents,
-        vowel signs).
+        A span includes the combining marks (accents, vowel signs) after it that the tokenizer
+        deletes.
         """
         spans = self._spans_of_symbols if self.kind == "symbols" else self._spans_of_pieces
         if self._sentencepiece:
@@ -348,8 +348,8 @@ def _with_marks(text: str, starts: np.ndarray, ends: np.ndarray) -> tuple[np.nda
     marks = [m.start() for m in NOT_ASCII.finditer(text) if unicodedata.category(m[0])[0] == "M"]
     if not marks or not len(starts):
         return starts, ends
-    others = np.delete(np.arange(len(text) + 1), marks)  # characters that are no marks, and the end
-    following = others[np.searchsorted(others, ends)]  # the first one from the end of each span
+    others = np.delete(np.arange(len(text) + 1), marks)  # all other places, the end included
+    following = others[np.searchsorted(others, ends)]  # the first of them from each span's end
     next_starts = np.append(starts[1:], len(text))
     grown = np.where(ends > starts, np.minimum(following, next_starts), ends)
     return starts, np.maximum(ends, grown).astype(np.int32)
