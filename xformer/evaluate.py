@@ -327,9 +327,7 @@ def _check_classes(store: Store, task: Task) -> None:
     if not task.named_classes or tuple(store.labels) == task.head.labels:
         return
     unknown = sorted(set(store.labels) - set(task.head.labels))
-    what = (
-        f"the checkpoint's classes in another order, or not all of them: {', '.join(store.labels)}"
-    )
+    what = f"not all of the checkpoint's classes, or in another order: {', '.join(store.labels)}"
     if unknown:
         what = f"labels that are not classes of the checkpoint: {', '.join(unknown)}"
     raise BadInput(f"{store.name} has {what}; the checkpoint knows {', '.join(task.head.labels)}")
