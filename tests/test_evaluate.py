@@ -286,7 +286,10 @@ BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
     (
         "classes",
         ["data={others}/swapped"],
-        ["not all of the checkpoint's classes, or in another order: yes, no"],
+        [
+            "not all of the checkpoint's classes, or in another order: yes, no",
+            "make the store again with --train FILE, the training file of this checkpoint",
+        ],
     ),
     ("classes", ["data={data}/scores"], ["head=classify needs a store of kind class"]),
     ("scores", ["data={data}/classes"], ["head=regress needs a store of kind score"]),

@@ -326,11 +326,14 @@ def _check_classes(store: Store, task: Task) -> None:
     """Raise BadInput unless the store has the task's classes."""
     if not task.named_classes or tuple(store.labels) == task.head.labels:
         return
-    unknown = sorted(set(store.labels) - set(task.head.labels))
+    known = task.head.labels
     what = f"not all of the checkpoint's classes, or in another order: {', '.join(store.labels)}"
-    if unknown:
+    if unknown := sorted(set(store.labels) - set(known)):
         what = f"labels that are not classes of the checkpoint: {', '.join(unknown)}"
-    raise BadInput(f"{store.name} has {what}; the checkpoint knows {', '.join(task.head.labels)}")
+    line = f"{store.name} has {what}; the checkpoint knows {', '.join(known)}"
+    if set(store.labels) & set(known):
+        line += ": make the store again with --train FILE, the training file of this checkpoint"
+    raise BadInput(line)
 
 
 def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, ranks: Ranks) -> None:
