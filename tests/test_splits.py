@@ -405,6 +405,100 @@ def test_classes_of_real_proteins(shared: Path, forks: Forks, tmp_path: Path) ->
     assert "warning" not in done.err
 
 
+def grouped(number: int) -> Rows:
+    """Rows of `number` groups, each of one to eight rows, in any order. Each eighth has none."""
+    draw = np.random.default_rng(5)
+    groups = [f"g{i}" for i in range(number) for _ in range(draw.integers(1, 9))]
+    texts = proteins(len(groups))
+    return [
+        {
+            "sequence": texts[i],
+            "label": "ab"[i % 2],
+            "name": f"n{i}",
+            "family": "" if i % 8 == 0 else groups[i],
+        }
+        for i in draw.permutation(len(groups))
+    ]
+
+
+def names_of(store: Store) -> dict[str, list[str]]:
+    """The column `id` of every split."""
+    splits = ((name, store.split(name)) for name in store.splits)
+    return {
+        name: [split.columns["id"].text(i) for i in range(split.rows)] for name, split in splits
+    }
+
+
+@pytest.mark.parametrize("form", ["protein", "tsv", "choice"])
+def test_groups_stay_together(forks: Forks, tmp_path: Path, form: str) -> None:
+    """--group: the rows of a family go to one split, and the others are drawn one by one."""
+    rows = grouped(120)
+    family = {row["name"]: row["family"] for row in rows}
+    options = ["--id", "name", "--group", "family"]
+    if form == "choice":
+        rows = [{**row, "end": "CC", "label": str(i % 2)} for i, row in enumerate(rows)]
+        options += ["--context", "sequence", "--endings", "name", "end", "--label", "label"]
+    elif form == "tsv":
+        options += ["--text", "sequence", "--label", "label"]
+    if form != "protein":
+        options += ["--tokenizer", "micro/english"]
+    path = write(rows, tmp_path / "a.csv")
+    drawn = set()
+    for seed in ("0", "1"):
+        done = good(task(forks, form, path, *options, "--seed", seed))
+        assert f"note: splits were drawn at random by 'family', with seed {seed}: " in done.err
+        assert "are in two splits" not in done.err
+        splits = names_of(open_store(tmp_path / "store"))
+        where = {(family[name], split) for split, names in splits.items() for name in names}
+        of_groups = Counter(group for group, _ in where if group)
+        assert set(of_groups.values()) == {1}
+        assert len(of_groups) > 100
+        assert ("", "train") in where
+        assert len({split for group, split in where if not group}) > 1
+        share = 0.05 * len(rows)
+        for part in ("valid", "test"):
+            assert len(set(splits[part])) == pytest.approx(share, abs=8)
+        drawn.add(tuple(sorted(splits["test"])))
+    assert len(drawn) == 2
+
+
+def test_groups_and_splits_of_the_source(forks: Forks, tmp_path: Path) -> None:
+    """Groups in two splits are counted, and so are equal texts of different groups."""
+    rows = [{**row, "set": "test" if i < 9 else "train"} for i, row in enumerate(grouped(30))]
+    train = {row["family"] for row in rows[9:]}
+    shared = sum(row["family"] in train - {""} for row in rows[:9])
+    assert 0 < shared < 9
+    done = good(task(forks, "protein", write(rows, tmp_path / "a.csv"), "--group", "family"))
+    counts = f"{shared} of the 9 rows of test are in train"
+    assert f"note: the same groups are in two splits: {counts}\n" in done.err
+    assert "the same texts" not in done.err
+    origin = open_store(tmp_path / "store").meta["origin"]
+    assert origin["groups_in_two_splits"] == {"test": {"train": shared}}
+    assert "in_two_splits" not in origin
+    text = rows[0]["sequence"]
+    rows = [{**row, "family": f"g{i}"} for i, row in enumerate(rows)]
+    rows[20]["sequence"] = text
+    done = good(task(forks, "protein", write(rows, tmp_path / "b.csv"), "--group", "family"))
+    said = "note: the same texts are in two splits: 1 of the 9 rows of test are in train\n"
+    assert said in done.err
+    assert "the same groups" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--group", "famly"], ["'famly'", "family"]),
+        (["--group", "family", "--stratify"], ["--group keeps rows together"]),
+        (["--group", "kind"], ["2 groups, too few to be split 90/5/5"]),
+    ],
+)
+def test_groups_that_cannot_be_used(
+    forks: Forks, tmp_path: Path, options: list[str], words: list[str]
+) -> None:
+    rows = [{**row, "kind": row["label"]} for row in grouped(30)]
+    refused(task(forks, "protein", write(rows, tmp_path / "a.csv"), *options), *words)
+
+
 def test_segments_of_a_piece_stay_together(shared: Path, forks: Forks, tmp_path: Path) -> None:
     """MAESTRO's splits are drawn again, with composers in proportion. No piece is in two splits."""
     with (shared / "music/maestro-v1-subset/maestro-v1.0.0.csv").open() as file:

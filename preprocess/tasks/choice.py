@@ -20,7 +20,7 @@ from xformer.data.errors import BadInput
 from ..bad import BadRows
 from .labelled import Row, TaskSource, input_files
 from .tables import ENDINGS, HALF
-from .tsv import add_form, add_id, key_of, open_tables
+from .tsv import add_form, add_keys, id_and_group, keys_of, open_tables
 
 ABOUT = "Questions with a context and two or more endings, one of which is right."
 UNLABELLED = ("valid", "test")  # splits that may lack labels
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="The number that the label column uses for the first ending, 0 or 1 (default: "
         "%(default)s).",
     )
-    add_id(parser)
+    add_keys(parser)
     add_form(parser)
 
 
@@ -163,14 +163,14 @@ def read(arguments: argparse.Namespace) -> TaskSource:
         raise BadInput("--context, --endings and --label must be different columns")
     used = set[str]()
     tables = open_tables(files, names, arguments, used, UNLABELLED, columns.lists)
-    key = key_of(arguments)
+    keys = keys_of(arguments)
     bad = BadRows(arguments.skip_bad)
 
     def rows() -> Iterator[Row]:
         # every pass over the files begins with `choices` not known
         columns = QuestionColumns(arguments.context, arguments.endings)
         for table, labelled, marks in tables:
-            wanted = [*names, *key, *([arguments.label] if labelled else [])]
+            wanted = [*names, *keys, *([arguments.label] if labelled else [])]
             for split, line, values in marks.rows(table, wanted, bad):
                 label = (values[-1] or "").strip() if labelled else ""
                 unknown = not label or (label == "-1" and split in UNLABELLED)
@@ -181,8 +181,8 @@ def read(arguments: argparse.Namespace) -> TaskSource:
                     bad(table.path, line, str(error))
                     continue
                 known = None if right is None else str(right)
-                id_ = (values[len(names)] or "") if key else None
-                yield Row(split, texts, known, table.path, line, id_)
+                id_, group = id_and_group(values[len(names) :], arguments)
+                yield Row(split, texts, known, table.path, line, id_, key=group)
 
     return TaskSource(
         rows=rows,

@@ -55,6 +55,8 @@ MISSING = ("na", "nan", "n/a", "<na>", "null")  # what programs write for a miss
 LARGEST_SCORE = float(np.finfo(np.float32).max)
 LONGEST_TEXT = 2**24  # characters in one row, which is held in memory as a whole
 
+Counts = dict[str, dict[str, int]]  # split -> a name -> how many rows
+
 
 class Row(NamedTuple):
     """One example, as the raw file writes it.
@@ -89,6 +91,7 @@ class TaskSource:
     labels: list[str] | None = None  # classes in order (None: those in training, sorted by name)
     tokenizer: Tokenizer | None = None  # used if the user gives none
     pairs: bool = False  # whether a row has two texts
+    group: str = ""  # the column of --group, whose rows with equal values stay in one split
     split_columns: set[str] = field(default_factory=set)  # the columns that named splits so far
 
     @property
@@ -110,15 +113,17 @@ class TaskSource:
 
 @dataclass
 class RowSurvey:
-    """The result of one pass over the rows. It takes 8 bytes of memory per row, or 16 if splits of
-    a task with classes are drawn. `_rows` takes more if rows have ids: a hash of each, in a set.
+    """The result of one pass over the rows. It takes 8 bytes of memory per row, 8 more if splits of
+    a task with classes are drawn, and 8 more with --group. `_rows` takes more if rows have ids: a
+    hash of each, in a set.
     """
 
     rows: dict[str, int] = field(default_factory=dict)  # split -> how many
     labels: dict[str, Counter[str]] = field(default_factory=dict)  # split -> class -> how many
     classes: set[str] = field(default_factory=set)
     with_labels: set[str] = field(default_factory=set)  # the splits in which a row has a label
-    keys: dict[str, array[int]] = field(default_factory=dict)  # split -> hash of each row's text
+    keys: dict[str, array[int]] = field(default_factory=dict)  # split -> hash of each row's key
+    texts: dict[str, array[int]] = field(default_factory=dict)  # ... of its texts, with --group
     to_draw: array[int] = field(default_factory=lambda: array("L"))  # classes of rows without split
     ids: bool = False  # whether rows have ids
     groups: bool = False  # whether rows have groups
@@ -155,8 +160,8 @@ def write_task(
 
     Splits that the source names are kept; texts that are in two of them are counted in the origin
     and on standard error. A source without splits is divided 90/5/5 by `seed`, and one that marks
-    only its test rows 90/10. With `stratify` each class is divided in the same way. Equal texts and
-    rows of one group stay in one split.
+    only its test rows 90/10. With `stratify` each class is divided in the same way. Rows with equal
+    keys, and without keys those with equal texts, stay in one split.
 
     The label column is int64 for classes: UNLABELLED if a row has no label, UNSEEN if no row of
     training has its class. It is float32 for scores, NaN if a row has none. The labels of a tagging
@@ -169,6 +174,11 @@ def write_task(
     if stratify and (task.kind != "class" or "" not in survey.rows):
         why = "the task has no classes" if task.kind != "class" else "the source names its splits"
         raise BadInput(f"--stratify divides the rows of each class, but {why}; leave it out")
+    if stratify and task.group:
+        raise BadInput(
+            "--stratify divides the rows of each class, but --group keeps rows together; leave one "
+            "of them out"
+        )
     drawn = _draw_splits(task, survey, stratify) if "" in survey.rows else None
     if drawn is not None:
         origin = {**origin, "seed": seed} | ({"stratified": True} if stratify else {})
@@ -176,7 +186,8 @@ def write_task(
     _say_splits(task, survey, seed if drawn is not None else None)
     if "train" not in survey.rows:
         raise BadInput(f"{task.place}: no row is for training")
-    in_two_splits = _in_two_splits(survey)
+    in_two_splits = _in_two_splits(survey.rows, survey.texts or survey.keys, "texts")
+    groups_in_two = _in_two_splits(survey.rows, survey.keys, "groups") if task.group else {}
     labels = _class_names(task, survey) if task.has_classes else []
     unseen = _unseen(survey, labels, task.noun) if task.has_classes else {}
     _say_odd_classes(task, survey, labels)
@@ -197,7 +208,7 @@ def write_task(
                 for batch in row_batches(rows):
                     writer.append(batch)
                     progress.advance(len(batch))
-        origin = {**origin, **_task_origin(task, unseen, in_two_splits)}
+        origin = {**origin, **_task_origin(task, unseen, in_two_splits, groups_in_two)}
         # the stack closes the splits last to first; list them in their usual order
         store.splits = {name: store.splits[name] for name in names}
         metric = task.metric or ("entity_f1" if is_bio(labels) else "accuracy")
@@ -206,7 +217,7 @@ def write_task(
 
 
 def _task_origin(
-    task: TaskSource, unseen: dict[str, dict[str, int]], in_two_splits: dict[str, dict[str, int]]
+    task: TaskSource, unseen: Counts, in_two_splits: Counts, groups_in_two: Counts
 ) -> dict[str, Any]:
     """What the store's origin records about the task: its files and columns, and anything
     unusual.
@@ -215,6 +226,7 @@ def _task_origin(
         "unseen": unseen,
         "left_out_rows": task.left_out.count,
         "in_two_splits": in_two_splits,
+        "groups_in_two_splits": groups_in_two,
         "split_columns": sorted(task.split_columns),
     }
     record = {"sources": sources(task.files), "columns": task.columns, **task.bad.as_origin()}
@@ -290,6 +302,11 @@ def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> 
     survey = RowSurvey()
     salt = seed.to_bytes(8, "little", signed=True)
     numbers: dict[str, int] = {}  # of the classes, in the order in which they appear
+
+    def add(hashes: dict[str, array[int]], split: str, text: str) -> None:
+        digest = blake2b(text.encode(), digest_size=8, salt=salt).digest()
+        hashes.setdefault(split, array("Q")).append(int.from_bytes(digest, "little"))
+
     for row in _rows(task, drawn):
         if not row.split and task.kind == "class":
             survey.to_draw.append(numbers.setdefault(row.label or "", len(numbers)))
@@ -312,9 +329,10 @@ def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> 
         if not any(map(str.strip, row.texts)):
             survey.empty += 1
             survey.first_empty = survey.first_empty or f"{row.file}:{row.line}"
-        text = row.key or "\0".join(text.strip() for text in row.texts)
-        key = blake2b(text.encode(), digest_size=8, salt=salt).digest()
-        survey.keys.setdefault(row.split, array("Q")).append(int.from_bytes(key, "little"))
+        text = "\0".join(text.strip() for text in row.texts)
+        add(survey.keys, row.split, row.key or text)
+        if task.group:
+            add(survey.texts, row.split, text)
     for split, path in task.splits:
         if split and split not in survey.rows:
             raise BadInput(f"{path} holds no example, so the split {split} would be empty")
@@ -323,26 +341,27 @@ def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> 
     return survey
 
 
-def _in_two_splits(survey: RowSurvey) -> dict[str, dict[str, int]]:
-    """Count the texts that are in two splits, and print them on standard error.
+def _in_two_splits(rows: dict[str, int], hashes: dict[str, array[int]], what: str) -> Counts:
+    """Count the texts or groups (`what`) that are in two splits, and print them on standard error.
+    `rows` are the rows of each split, `hashes` those of their texts or groups.
 
-    Returns split -> earlier split -> the number of the split's rows whose text is in the earlier
-    one.
+    Returns split -> earlier split -> the number of the split's rows whose text or group is in the
+    earlier one.
     """
-    shared: dict[str, dict[str, int]] = {}
-    names = [name for name in ORDER if name in survey.keys]
+    shared: Counts = {}
+    names = [name for name in ORDER if name in hashes]
     for i, name in enumerate(names):
-        keys = np.asarray(survey.keys[name])
+        keys = np.asarray(hashes[name])
         for earlier in names[:i]:
-            if count := int(np.isin(keys, np.asarray(survey.keys[earlier])).sum()):
+            if count := int(np.isin(keys, np.asarray(hashes[earlier])).sum()):
                 shared.setdefault(name, {})[earlier] = count
     parts = [
-        f"{count:,} of the {survey.rows[name]:,} rows of {name} are in {earlier}"
+        f"{count:,} of the {rows[name]:,} rows of {name} are in {earlier}"
         for name, counts in shared.items()
         for earlier, count in counts.items()
     ]
     if parts:
-        say(f"note: the same texts are in two splits: {'; '.join(parts)}", error=True)
+        say(f"note: the same {what} are in two splits: {'; '.join(parts)}", error=True)
     return shared
 
 
@@ -357,7 +376,8 @@ def _say_splits(task: TaskSource, survey: RowSurvey, seed: int | None) -> None:
         if seed is not None:
             own = {split for split, _ in task.splits} - {"train"}  # these have files of their own
             drawn = rows(name for name in ORDER if name not in own)
-            say(f"note: splits were drawn at random, with seed {seed}: {drawn} rows", error=True)
+            how = f"at random by {task.group!r}" if task.group else "at random"
+            say(f"note: splits were drawn {how}, with seed {seed}: {drawn} rows", error=True)
         return
     columns = " and ".join(repr(name) for name in sorted(task.split_columns))
     verb = "name" if len(task.split_columns) > 1 else "names"
@@ -434,10 +454,10 @@ def _refuse_labels_of_rows(task: TaskSource, survey: RowSurvey) -> None:
 
 
 def _draw_splits(task: TaskSource, survey: RowSurvey, stratify: bool) -> list[str]:
-    """Draw the split of every row that has none. Rows with equal texts go to the same split.
+    """Draw the split of every row that has none. Rows with equal keys go to the same split.
 
-    The key of a row is a hash of (seed, text), so equal texts have equal keys, and sorting the keys
-    is a random permutation fixed by the seed.
+    The hash of a row's key, or else of its texts, depends on the seed. So sorting the hashes is a
+    random permutation fixed by the seed.
     """
     keys, first, key_of_row, sizes = np.unique(
         survey.keys[""], return_index=True, return_inverse=True, return_counts=True
@@ -451,8 +471,9 @@ def _draw_splits(task: TaskSource, survey: RowSurvey, stratify: bool) -> list[st
         bounds = np.cumsum(list(shares.values()))
         split_of_key = np.searchsorted(bounds, rows_before / len(key_of_row), side="right")
     if len(set(split_of_key)) < len(names):
+        kind = "group" if task.group else "different example"
         raise BadInput(
-            f"{task.place}: {many(len(keys), 'different example')}, too few to be split "
+            f"{task.place}: {many(len(keys), kind)}, too few to be split "
             f"{'90/10' if 'test' in survey.rows else '90/5/5'}; "
             "give a directory with train, valid and test files"
         )
@@ -492,12 +513,12 @@ def _class_names(task: TaskSource, survey: RowSurvey) -> list[str]:
     return labels
 
 
-def _unseen(survey: RowSurvey, labels: list[str], noun: str) -> dict[str, dict[str, int]]:
+def _unseen(survey: RowSurvey, labels: list[str], noun: str) -> Counts:
     """Count the rows, or words (`noun`), whose class is not in training, and print them.
 
     Returns split -> class -> the number of its rows or words. Prints on standard error.
     """
-    unseen: dict[str, dict[str, int]] = {}
+    unseen: Counts = {}
     for split, counts in survey.labels.items():
         if others := {label: n for label, n in sorted(counts.items()) if label not in labels}:
             unseen[split] = others
@@ -771,9 +792,11 @@ def run(
     task = read(arguments)
     # `evaluate.py input=` reads rows to predict with the same task and options
     options = {key: getattr(arguments, key) for key in arguments.own if hasattr(arguments, key)}
-    if options.get("id") is None:  # so a store without keys is the same as in earlier versions
-        options.pop("id", None)
-    task = replace(task, columns={**task.columns, "task": name, "options": options})
+    for key in ("id", "group"):  # a store without them is the same as in earlier versions
+        if options.get(key) is None:
+            options.pop(key, None)
+    columns = {**task.columns, "task": name, "options": options}
+    task = replace(task, columns=columns, group=options.get("group", ""))
     tokenizer = tokenizer or task.tokenizer
     if tokenizer is None:
         raise BadInput("--tokenizer is required for this task: it has no alphabet of its own")

@@ -27,7 +27,7 @@ from ..corpora.fasta import FASTA, read_fasta
 from . import splits
 from .labelled import Row, TaskSource, check_metric, find_splits, input_files
 from .tables import ENDINGS, RowTable, extension, stem
-from .tsv import add_id
+from .tsv import add_keys, keys_of
 
 LOST = ""  # stands for a line of a record that could not be read
 ORDINALS = ("first", "second", "third")
@@ -51,11 +51,13 @@ class Sequences:
 
 
 class Columns(NamedTuple):
-    """The columns of a table: the sequence, the label (a test file may lack it), and --id."""
+    """The columns of a table: the sequence, the label (a test file may lack it), --id and
+    --group."""
 
     sequence: str
     label: str | None
     id: str | None
+    group: str | None
 
     @property
     def names(self) -> list[str]:
@@ -71,6 +73,7 @@ class Record(NamedTuple):
     label: str | None
     id: str | None = None
     split: str = ""  # "" if the record is not marked
+    group: str | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser, form: Sequences) -> None:
@@ -89,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser, form: Sequences) -> None:
         f"{', '.join(form.label)} that exists). In FASTA the label is the "
         f"{ORDINALS[form.field]} field of the header, or a field TARGET=.",
     )
-    add_id(parser)
+    add_keys(parser)
     default = form.longest or "keep whole sequences"
     add(
         "--longest",
@@ -136,9 +139,15 @@ def read(arguments: argparse.Namespace, form: Sequences) -> TaskSource:
                 elif label and label == form.without:
                     left_out(path, record.line, f"{label} is not a class of this task")
                 else:
-                    sequence = both_ends(sequence, arguments.longest)
-                    row_split = split or record.split
-                    yield Row(row_split, (sequence,), label or None, path, record.line, record.id)
+                    yield Row(
+                        split or record.split,
+                        (both_ends(sequence, arguments.longest),),
+                        label or None,
+                        path,
+                        record.line,
+                        record.id,
+                        key=record.group,
+                    )
 
     kind = form.kind or arguments.kind
     first = next(iter(columns.values()))
@@ -228,14 +237,15 @@ def _columns(
     sequence = column("--sequence", arguments.sequence, SEQUENCE)
     label = column("--label", arguments.label, form.label)
     assert sequence is not None
-    if arguments.id and arguments.id not in table.columns:
-        raise table.missing(arguments.id)
-    return Columns(sequence, label, arguments.id)
+    for name in keys_of(arguments):
+        if name not in table.columns:
+            raise table.missing(name)
+    return Columns(sequence, label, arguments.id, arguments.group)
 
 
 def _check_columns(columns: dict[Path, Columns | None], arguments: argparse.Namespace) -> None:
     """Raise BadInput if an option names a column, but no file has columns."""
-    for option in ("sequence", "label", "id"):
+    for option in ("sequence", "label", "id", "group"):
         if getattr(arguments, option) is not None and not any(columns.values()):
             path = next(iter(columns))
             raise BadInput(f"--{option} names a column, but {path} has none; leave it out")
@@ -299,7 +309,8 @@ def sequence_records(
             row: dict[str | None, str | None] = dict(zip(columns.names, values, strict=True))
             sequence = (row[columns.sequence] or "").strip()
             id_ = (row[columns.id] or "") if columns.id else None
-            yield Record(line, sequence, row.get(columns.label), id_, split)
+            group = (row[columns.group] or "").strip() if columns.group else ""
+            yield Record(line, sequence, row.get(columns.label), id_, split, group or None)
     elif extension(path) in FASTA or _looks_like_fasta(path, frozenset(form.alphabet)):
         yield from _fasta(path, label, form, bad, marks)
     else:

@@ -52,17 +52,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "another (default: accuracy for classes, spearman for scores). With two classes, f1 is "
         "that of the second one in the order of --labels.",
     )
-    add_id(parser)
+    add_keys(parser)
     add_form(parser)
 
 
-def add_id(parser: argparse.ArgumentParser) -> None:
-    """Add --id."""
-    parser.add_argument(
+def add_keys(parser: argparse.ArgumentParser) -> None:
+    """Add --id and --group."""
+    add = parser.add_argument
+    add(
         "--id",
         metavar="COLUMN",
         help="A column that names each row, such as a key of your database. The store keeps it, "
         "and tables of predictions show it as `id`. Its values must differ (default: none).",
+    )
+    add(
+        "--group",
+        metavar="COLUMN",
+        help="A column with the group of each row, such as its author, patient or protein family. "
+        "If splits are drawn, all rows of a group go to the same split. An empty cell is no group "
+        "(default: only rows with equal texts stay together).",
     )
 
 
@@ -117,12 +125,12 @@ def open_tables(
 ) -> list[tuple[RowTable, bool, splits.SplitColumns]]:
     """(table, whether it has labels, the columns that name the splits of its rows) of every file.
 
-    Every file must have the columns `names` and that of --id. It must also have the label column,
-    unless it is a file of a split in `unlabelled`. `used` collects the columns that name splits.
-    `lists` is passed on to `RowTable`. Raises BadInput if a column is missing, and lists those that
-    exist.
+    Every file must have the columns `names` and those of --id and --group. It must also have the
+    label column, unless it is a file of a split in `unlabelled`. `used` collects the columns that
+    name splits. `lists` is passed on to `RowTable`. Raises BadInput if a column is missing, and
+    lists those that exist.
     """
-    names = [*names, *key_of(arguments)]
+    names = [*names, *keys_of(arguments)]
     tables, with_label = [], [*names, arguments.label]
     for split, paths in files.items():
         for path in paths:
@@ -136,9 +144,20 @@ def open_tables(
     return tables
 
 
-def key_of(arguments: argparse.Namespace) -> list[str]:
-    """The column of --id, or no column."""
-    return [arguments.id] if arguments.id else []
+def keys_of(arguments: argparse.Namespace) -> list[str]:
+    """The columns of --id and --group, as far as they are given."""
+    return [name for name in (arguments.id, arguments.group) if name]
+
+
+def id_and_group(
+    values: Sequence[str | None], arguments: argparse.Namespace
+) -> tuple[str | None, str | None]:
+    """The id of a row and its group, from its values of `keys_of`, which come first in `values`.
+    None stands for one that is not given; an empty cell is an id, but no group."""
+    row = dict(zip(keys_of(arguments), values, strict=False))
+    id_ = (row[arguments.id] or "") if arguments.id else None
+    group = (row[arguments.group] or "").strip() if arguments.group else ""
+    return id_, group or None
 
 
 def read(arguments: argparse.Namespace) -> TaskSource:
@@ -151,17 +170,17 @@ def read(arguments: argparse.Namespace) -> TaskSource:
     if len({*names, arguments.label}) <= len(names):
         raise BadInput("--text, --text-b and --label must be different columns")
     used = set[str]()
-    tables, key = open_tables(files, names, arguments, used), key_of(arguments)
+    tables, keys = open_tables(files, names, arguments, used), keys_of(arguments)
     bad = BadRows(arguments.skip_bad)
 
     def rows() -> Iterator[Row]:
         for table, labelled, marks in tables:
-            wanted = [*names, *key, *([arguments.label] if labelled else [])]
+            wanted = [*names, *keys, *([arguments.label] if labelled else [])]
             for split, line, values in marks.rows(table, wanted, bad):
                 texts = tuple(value or "" for value in values[: len(names)])
                 label = (values[-1] or "").strip() if labelled else ""
-                id_ = (values[len(names)] or "") if key else None
-                yield Row(split, texts, label or None, table.path, line, id_)
+                id_, group = id_and_group(values[len(names) :], arguments)
+                yield Row(split, texts, label or None, table.path, line, id_, key=group)
 
     labels = [name.strip() for name in arguments.labels.split(",")] if arguments.labels else None
     if labels and (len(set(labels)) != len(labels) or arguments.kind == "score"):
