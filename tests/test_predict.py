@@ -20,9 +20,10 @@ from helpers import CLASSIFY, REGRESS, Forks, good, refused, training
 from toys import Toys
 
 from xformer import checkpoint as checkpoints
+from xformer import predictions
 from xformer.data.files import read_json
 from xformer.data.store import open_store
-from xformer.tasks.task import as_table
+from xformer.tasks.task import Predictions, as_table
 
 LIVELY = ["optim.lr=5e-3", "batch.rows=16", "train.epochs=2", "optim.warmup=0.1"]
 SQUAD, TAG = "recipes/finetune/squad.toml", "recipes/finetune/tag.toml"
@@ -38,6 +39,13 @@ def read(text: str) -> Table:
 
 def predict(forks: Forks, run: Path, file: Path, *more: str) -> Table:
     return read(good(forks.run("evaluate.py", run, f"input={file}", "system.threads=1", *more)).out)
+
+
+def predict_arrays(forks: Forks, run: Path, file: Path) -> Predictions:
+    """The same predictions as arrays."""
+    out = run / "arrays.npz"
+    good(forks.run("evaluate.py", run, f"input={file}", f"out={out}", "system.threads=1"))
+    return predictions.read(out)
 
 
 def of_split(forks: Forks, run: Path, store: Path, split: str) -> Table:
@@ -132,6 +140,11 @@ def test_sequences_in_every_form(
         assert [row["input"] for row in predicted] == texts, file
         if file.name[0] in "abcgh":
             assert [row["id"] for row in predicted] == [f"s{i}" for i in range(20)], file
+    arrays = predict_arrays(forks, run, tmp_path / "a.fasta")
+    outputs = arrays.arrays["outputs"].astype(np.float64)
+    chances = np.exp(outputs) / np.exp(outputs).sum(1, keepdims=True)
+    assert [arrays.classes[i] for i in chances.argmax(1)] == [row["label"] for row in expected]
+    assert chances.max(1) == pytest.approx([float(r["probability"]) for r in expected], abs=1e-4)
 
 
 REFUSED = {
@@ -455,6 +468,9 @@ def test_questions(shared: Path, data: Toys, forks: Forks, tmp_path: Path) -> No
     assert [row["answer"] for row in predicted] == list(expected.values())
     assert [row["id"] for row in predicted] == [str(i) for i in range(12)]
     assert {row["answer"] for row in predict(forks, run, bare, "threshold=-1e9")} == {""}
+    questions = predict_arrays(forks, run, bare).questions
+    assert questions is not None
+    assert questions.answer == list(expected.values())
     (tmp_path / "x.csv").write_text("question\nwho?\n")
     refused(
         forks.run("evaluate.py", run, f"input={tmp_path / 'x.csv'}"),
@@ -493,6 +509,9 @@ def test_words(data: Toys, forks: Forks, tmp_path: Path) -> None:
         predicted = predict(forks, run, tmp_path / name)
         assert [row["labels"] for row in predicted] == expected, name
         assert [row["input"] for row in predicted] == plain, name
+    arrays = predict_arrays(forks, run, tmp_path / "plain.txt")
+    named = [arrays.classes[i] for i in arrays.arrays["predicted"]]
+    assert named == " ".join(expected).split(" ")
     (tmp_path / "x.jsonl").write_text('{"text": "bam"}\n')
     refused(
         forks.run("evaluate.py", run, f"input={tmp_path / 'x.jsonl'}"), "give one sentence per line"

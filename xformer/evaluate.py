@@ -72,8 +72,9 @@ class EvaluateConfig(Settings):
     """The split of the store to score."""
     out: str | None = None
     """Write the scores to this file as JSON. With input=, write the predictions to it instead, as a
-    tab-separated table. For span heads, a name that ends in .json gives JSON for SQuAD's script.
-    With blimp=, a name that ends in .csv gives the table that is printed."""
+    tab-separated table. If the name ends in .npz, write the outputs of every row, as predictions=
+    does. For span heads, a name that ends in .json gives JSON for SQuAD's script. With blimp=, a
+    name that ends in .csv gives the table that is printed."""
     predictions: str | None = None
     """Write the predictions to this file as a tab-separated table, with one line per row (for
     head=choice: per question) and a column `gold` if the split has labels. Without labels, this
@@ -342,7 +343,7 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     assembler = assembler_for(checkpoint, store, config.split, config.mapping)
     task = checkpoint.task
     assert task is not None
-    if config.predictions and not _wants_arrays(config) and task.predicts_masked:
+    if config.predictions and not _is_npz(config.predictions) and task.predicts_masked:
         raise BadInput(
             f"predictions={config.predictions}: an MLM head has no table; give a name that ends in "
             ".npz for the loss of every row"
@@ -381,7 +382,7 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
             "metrics": scores.metrics,
         }
         write_json(Path(config.out), result)
-    if config.predictions and _wants_arrays(config):
+    if config.predictions and _is_npz(config.predictions):
         write(Path(config.predictions), scores.predictions, store.key)
     elif config.predictions:
         lines = task.lines(scores.outputs, assembler.split, config.threshold)
@@ -424,9 +425,9 @@ def _score_pairs(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     )
 
 
-def _wants_arrays(config: EvaluateConfig) -> bool:
-    """Whether to write the predictions as arrays, not as a table."""
-    return config.predictions is not None and config.predictions.lower().endswith(".npz")
+def _is_npz(file: str | None) -> bool:
+    """Whether to write predictions to this file as arrays, not as a table."""
+    return file is not None and file.lower().endswith(".npz")
 
 
 def _check_threshold(config: EvaluateConfig, task: Task) -> None:
@@ -465,10 +466,11 @@ def _predict_file(
     if write_rows is None:
         raise ValueError("input= needs `write_rows`, which the callers of `main` import")
     with TemporaryDirectory(prefix="xformer-") as directory:
-        store, tokenizer = Path(directory) / "rows", checkpoint.source or checkpoint.tokenizer
+        rows, tokenizer = Path(directory) / "rows", checkpoint.source or checkpoint.tokenizer
         path, key = Path(str(config.input)), config.id or ""
-        write_rows(path, asdict(head), tokenizer, store, config.columns, key)
-        split = open_store(store).split("input")
+        write_rows(path, asdict(head), tokenizer, rows, config.columns, key)
+        store = open_store(rows)
+        split = store.split("input")
         assembler = Assembler(
             split, checkpoint.tokenizer, checkpoint.max_tokens, checkpoint.mapping
         )
@@ -476,6 +478,9 @@ def _predict_file(
         model = checkpoint.model().to(ranks.device)
         alone = replace(ranks, rank=0, world_size=1)  # only rank 0 runs this function
         outputs = outputs_of(model, assembler, alone, precision, "the input: outputs")
+        if config.out and _is_npz(config.out):
+            write(config.out, task.predictions(outputs, split, config.threshold), store.key)
+            return
         if as_json:
             lines = task.lines(outputs, split, config.threshold)
         else:
