@@ -138,3 +138,15 @@ def test_attention_to_the_matching_bracket(tmp_path: Path) -> None:
     # four tokens of the first row have a partner, and two of the second
     shares = partners.shares(str(tmp_path / "F.h5"))[1]
     np.testing.assert_allclose(shares, [(4 / 6 + 2 / 5) / 6, 1], rtol=1e-3)
+
+
+def test_the_words_that_a_pair_shares(tmp_path: Path) -> None:
+    overlap = script("overlap")
+    assert overlap.shared("A man, a plan.", "the plan of A MAN") == 3 / 5
+    assert overlap.shared("a", "b") == overlap.shared("", "!") == 0
+    path = tmp_path / "dev.tsv"
+    pairs = [("a b", "a b", 5), ("a b", "b c", 3), ("a b", "c d", 1), ("a", "b", 1)]
+    lines = ["index\tsentence1\tsentence2\tscore"]
+    lines += [f"{i}\t{one}\t{other}\t{score}" for i, (one, other, score) in enumerate(pairs)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    assert overlap.correlation(path) == pytest.approx(1)
