@@ -1594,16 +1594,12 @@ def test_holm_steps_down() -> None:
 
 def test_a_summary_shows_all_there_is() -> None:
     few = [0.5, 0.7, 0.9, 0.6]
-    sample = sample_of(few)
-    assert (sample.mean, sample.median) == pytest.approx((0.675, 0.65))
-    assert sample.deviation == pytest.approx(np.std([0.5, 0.7, 0.9, 0.6], ddof=1))
-    assert sample.interval == pytest.approx(stats.ttest_1samp(few, 0).confidence_interval(0.95))
-    many = [0.5, 0.7, 0.9, 0.6, 0.4, 0.8, 0.65, 0.55]
-    interval = sample_of(many).interval
-    assert interval is not None
-    resampled = np.random.default_rng(1).choice(many, (20_000, 8)).mean(1)
-    assert interval == pytest.approx(np.quantile(resampled, [0.025, 0.975]), abs=0.02)
-    assert sample_of(many).interval == interval
+    assert (sample_of(few).mean, sample_of(few).median) == pytest.approx((0.675, 0.65))
+    for scores in (few, [*few, 0.4, 0.8, 0.65, 0.55, 0.3]):
+        sample = sample_of(scores)
+        assert sample.deviation == pytest.approx(np.std(scores, ddof=1))
+        student = stats.ttest_1samp(scores, 0).confidence_interval(0.95)
+        assert sample.interval == pytest.approx(student)
     assert sample_of([0.5]).deviation is None
     assert sample_of([0.5, 0.5, 0.5]).interval is None
 

@@ -56,8 +56,6 @@ from xformer.study.spec import (
 )
 from xformer.study.statistics import LEVEL
 
-ENOUGH = 8  # scores that a bootstrap needs; with three, its interval is just the range
-RESAMPLES = 10_000
 ROUNDING = 5e-4  # of a score at chance
 CONFIG = "config.json"
 OF_A_RUN = ("result.json", CONFIG, RUN_MANIFEST, "log.jsonl", "code.diff")
@@ -76,11 +74,10 @@ Replicate = tuple[str, ...]  # the levels that identify a replicate, such as its
 
 @dataclass(frozen=True)
 class Sample:
-    """Mean, standard deviation (n - 1) and median of n scores, and an interval of the mean.
+    """Mean, standard deviation (n - 1) and median of n scores, and Student's interval of the mean.
 
-    From 8 scores on the interval is a bootstrap's, bias-corrected and accelerated (Efron 1987).
-    With fewer it is Student's. Two scores have none, because Student's would be 12.7 times as wide
-    as the range of the two. One score and equal scores have none either.
+    Two scores have no interval, because it would be 12.7 times as wide as the range of the two. One
+    score and equal scores have none either.
     """
 
     scores: tuple[float, ...]
@@ -99,12 +96,10 @@ class Sample:
 
 
 def sample_of(scores: Sequence[float]) -> Sample:
-    """The sample of one finite score or more. The resampling is seeded."""
+    """The sample of one finite score or more."""
     deviation = statistics.stdev(scores) if len(scores) > 1 else None
     interval = None
-    if deviation and len(scores) >= ENOUGH:
-        interval = _bootstrap(scores)
-    elif deviation and len(scores) > 2:
+    if deviation and len(scores) > 2:
         half = half_width(len(scores)) * deviation
         interval = (mean(scores) - half, mean(scores) + half)
     return Sample(tuple(scores), mean(scores), deviation, statistics.median(scores), interval)
@@ -118,13 +113,6 @@ def mean_of(values: Sequence[Any]) -> Any:
 def half_width(n: int) -> float:
     """Half the width of Student's interval of the mean of n scores with standard deviation 1."""
     return float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) / n**0.5
-
-
-def _bootstrap(scores: Sequence[float]) -> tuple[float, float] | None:
-    low, high = stats.bootstrap(
-        (scores,), np.mean, confidence_level=LEVEL, n_resamples=RESAMPLES, rng=0
-    ).confidence_interval  # its method is BCa
-    return (float(low), float(high)) if np.isfinite([low, high]).all() else None
 
 
 def statistics_of(values: Sequence[float]) -> dict[str, float | None]:
