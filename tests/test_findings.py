@@ -15,6 +15,9 @@ import h5py
 import numpy as np
 import pytest
 from helpers import ROOT, script
+from scipy import stats
+
+from xformer import checkpoint
 
 LARGEST = 40_000_000  # bytes of results/
 PAGE = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
@@ -140,13 +143,19 @@ def test_attention_to_the_matching_bracket(tmp_path: Path) -> None:
     np.testing.assert_allclose(shares, [(4 / 6 + 2 / 5) / 6, 1], rtol=1e-3)
 
 
-def test_the_words_that_a_pair_shares(tmp_path: Path) -> None:
-    overlap = script("overlap")
-    assert overlap.shared("A man, a plan.", "the plan of A MAN") == 3 / 5
-    assert overlap.shared("a", "b") == overlap.shared("", "!") == 0
+def test_similarities_without_fine_tuning(tmp_path: Path) -> None:
+    stsb = script("stsb")
+    assert stsb.shared("A man, a plan.", "the plan of A MAN") == 3 / 5
+    assert stsb.shared("a", "b") == stsb.shared("", "!") == 0
     path = tmp_path / "dev.tsv"
     pairs = [("a b", "a b", 5), ("a b", "b c", 3), ("a b", "c d", 1), ("a", "b", 1)]
     lines = ["index\tsentence1\tsentence2\tscore"]
     lines += [f"{i}\t{one}\t{other}\t{score}" for i, (one, other, score) in enumerate(pairs)]
     path.write_text("\n".join(lines), encoding="utf-8")
-    assert overlap.correlation(path) == pytest.approx(1)
+    measured = stsb.correlations(path, ["micro/english"])
+    assert measured["words in common"] == pytest.approx(1)
+    vectors = checkpoint.load("micro/english").encode([text for pair in pairs for text in pair[:2]])
+    a, b = vectors[::2], vectors[1::2]
+    cosines = (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+    scores = [score for *_, score in pairs]
+    assert measured["micro/english"] == pytest.approx(stats.spearmanr(cosines, scores)[0])
