@@ -18,6 +18,7 @@ from test_train import AT_STEP, same
 from torch import Tensor
 from toys import Toys
 
+from benchmarks.steps import CASES
 from xformer import checkpoint as checkpoints
 from xformer.checkpoint import Checkpoint, Head
 from xformer.config import load
@@ -333,6 +334,14 @@ def test_batch_norm_keeps_running_statistics() -> None:
     wanted = (1 - norm.running_mean) / (before + 1e-3).sqrt()
     torch.testing.assert_close(alone.flatten(), wanted)
     assert torch.equal(norm.running_var, before)
+
+
+def test_one_rank_does_not_average_its_running_statistics() -> None:
+    """It would be 60 more kernels in each step on a GPU."""
+    replicas = CASES["Hilbert-CNN"].trainer("cpu").model
+    sums, before = replicas.begin(), [buffer._version for buffer in replicas.buffers]
+    replicas.reduce(sums)
+    assert [buffer._version for buffer in replicas.buffers] == before
 
 
 def test_fresh_weights_have_the_published_spread() -> None:

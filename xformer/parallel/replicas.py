@@ -116,7 +116,7 @@ class Replicas:
         ranks. The ranks have averaged their gradients, which divided the sum by that number.
         """
         self.ranks.sum(sums.all)
-        for buffer in self.buffers:
+        for buffer in self.buffers if self.ranks.world_size > 1 else ():
             self.ranks.sum(buffer).div_(self.ranks.world_size)
         return sums.count.clamp(min=1.0) / self.ranks.world_size
 
