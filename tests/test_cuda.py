@@ -73,6 +73,13 @@ def test_a_step_does_not_wait_for_the_device(library: Path) -> None:
 
 @no_device
 @pytest.mark.slow
+def test_a_step_is_timed_without_waits(library: Path) -> None:
+    """By the analysis cost, as a step of a run has none."""
+    assert lines("fake_device.measured", library) == [("a step", {})]
+
+
+@no_device
+@pytest.mark.slow
 def test_scoring_waits_once_a_split(library: Path) -> None:
     """Its batches are made while the one before is computed. Prediction shares the code."""
     seen = dict(lines("fake_device.splits", library))

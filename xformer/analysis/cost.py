@@ -313,9 +313,10 @@ def training_step(
     with ranks.autocast(config.precision):
         loss = model(batch)
     loss.total.backward()
-    count = torch.tensor(float(loss.count), device=ranks.device)
-    norm = optim.gradient_norm(optimizer) / count
-    optim.clip_and_step(optimizer, 1e-5, count, norm, OptimConfig().clip, torch.zeros(()))
+    # no number is read from the device or copied to it: the host would wait, as in no real step
+    count = torch.as_tensor(loss.count, dtype=torch.float32, device=ranks.device)
+    norm, drop = optim.gradient_norm(optimizer) / count, torch.zeros_like(count)
+    optim.clip_and_step(optimizer, 1e-5, count, norm, OptimConfig().clip, drop)
 
 
 # ----------------------------------------------------------------------------- seconds to make
