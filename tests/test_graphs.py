@@ -276,14 +276,22 @@ def test_too_little_memory_is_one_line(recorded: list[Graph]) -> None:
     replicas = Replicas(model_of(), ALONE, lambda: batch, "fp32", True)
     assert replicas.recorder is not None
     passes = replicas.recorder.passes
-
-    def no_memory(_: Batch[Tensor]) -> Loss:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
     for _ in range(2):
         replicas.recorder.passes = no_memory
-        with pytest.raises(Failure, match=r"too little memory: batch\.accumulate divides a step"):
+        with pytest.raises(Failure, match=r"too little memory: .*, and system\.compile=none takes"):
             replicas.forward_backward(batch, 0, 1)
         replicas.recorder.passes = passes
         replicas.recorder.recordings.clear()
+        replicas.forward_backward(batch, 0, 1)
+
+
+def no_memory(_: Batch[Tensor]) -> Loss:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+def test_too_little_memory_without_graphs_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    (batch,) = batches_of([16])
+    replicas = Replicas(model_of(), ALONE, lambda: batch)
+    monkeypatch.setattr(replicas, "copy", no_memory)
+    with pytest.raises(Failure, match=r"batch\.accumulate divides .* into smaller micro-batches$"):
         replicas.forward_backward(batch, 0, 1)

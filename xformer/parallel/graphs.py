@@ -64,24 +64,18 @@ class Recorder:
     def __call__(self, batch: Batch[Tensor], alone: bool) -> Loss:
         """The loss of a micro-batch. Its gradients are added to those of the weights, or, if it is
         `alone` in its step, take their place. The next call overwrites the result. Raises Failure
-        if a graph cannot be recorded, or if the memory does not suffice."""
+        if a graph cannot be recorded, and OutOfMemoryError if the memory does not suffice."""
         shape = _shape(batch)
-        try:
-            if shape in self.recordings:
-                recording = self.recordings[shape] or self._record(batch)
-                self.recordings[shape] = recording
-                return recording.run(batch, alone)
-            self.recordings[shape] = None
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):  # PyTorch wants it where it will record
-                loss = self.passes(batch)
-            torch.cuda.current_stream().wait_stream(self.stream)
-            return loss
-        except torch.OutOfMemoryError as error:
-            raise Failure(
-                "the GPU has too little memory: batch.accumulate divides a step into smaller "
-                "micro-batches, and system.compile=none takes less memory when a new shape comes"
-            ) from error
+        if shape in self.recordings:
+            recording = self.recordings[shape] or self._record(batch)
+            self.recordings[shape] = recording
+            return recording.run(batch, alone)
+        self.recordings[shape] = None
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):  # PyTorch wants it where it will record
+            loss = self.passes(batch)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return loss
 
     def _record(self, batch: Batch[Tensor]) -> Recording:
         """Record the passes of a batch's shape, without running them or changing a gradient."""

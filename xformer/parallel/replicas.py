@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from xformer.data.batch import Batch
+from xformer.data.errors import Failure
 from xformer.parallel.graphs import Recorder
 from xformer.parallel.processes import Ranks
 from xformer.tasks.task import Loss, Model
@@ -70,13 +71,21 @@ class Replicas:
 
     def forward_backward(self, batch: Batch[Tensor] | None, number: int, of: int) -> Loss:
         """Run forward and backward for micro-batch `number`, counted from 0, of the `of` in this
-        step. Add its gradients to those of the weights, and return its loss."""
+        step. Add its gradients to those of the weights, and return its loss. Raises Failure if the
+        memory of the GPU does not suffice."""
         last = number + 1 >= of
-        with self._averaging(last):
-            if self.recorder is None or batch is None:
-                loss = self._passes(batch)
-            else:
-                loss = self.recorder(batch, alone=of == 1)
+        try:
+            with self._averaging(last):
+                if self.recorder is None or batch is None:
+                    loss = self._passes(batch)
+                else:
+                    loss = self.recorder(batch, alone=of == 1)
+        except torch.OutOfMemoryError as error:
+            line = "the GPU has too little memory: batch.accumulate divides a step into smaller "
+            line += "micro-batches"
+            if self.recorder is not None:
+                line += ", and system.compile=none takes less memory when a new shape comes"
+            raise Failure(line) from error
         if last and self.recorder is not None and self.ranks.world_size > 1:
             self._average()
         return loss
