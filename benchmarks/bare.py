@@ -151,7 +151,8 @@ def full_rows(
 
 
 def lines(lengths: Sequence[int], vocab_size: int) -> Batch[np.ndarray]:
-    """A batch of rows of these lengths, of random tokens, with a class for each row."""
+    """A batch of rows of these lengths, of random tokens, with a class and a number for each row,
+    as a run has them: torch.compile may look at every field."""
     draw = np.random.default_rng(len(lengths))
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return Batch(
@@ -161,4 +162,5 @@ def lines(lengths: Sequence[int], vocab_size: int) -> Batch[np.ndarray]:
         cu_seqlens=ends,
         longest=max(lengths),
         labels=draw.integers(0, 2, len(lengths)),
+        rows=np.arange(len(lengths)),
     )

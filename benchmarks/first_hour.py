@@ -598,6 +598,7 @@ def main() -> int:
         for row in PARTS[given.part](given.rehearse):
             print(json.dumps(asdict(row)), flush=True)
         return 0
+    begun = time.monotonic()
     about_machine, deadline = described(), time.monotonic() + 60 * given.minutes
     results = earlier(given.output, about_machine) if given.output else {}
 
@@ -611,6 +612,7 @@ def main() -> int:
         if given.output:
             ordered = {name: results[name] for name in PARTS if name in results}
             write_report(given.output, about_machine, ordered)
+    print(f"all of it: {time.monotonic() - begun:.0f} s")
     return int(any("error" in result for result in results.values()))
 
 
