@@ -407,7 +407,7 @@ def _signals(active: bool) -> Iterator[list[int]]:
         if number == signal.SIGINT and number in received:
             raise KeyboardInterrupt
         if active and (not received or number == signal.SIGINT):
-            line = f"stopping ({signal.Signals(number).name}): finishing at most two steps, or the "
+            line = f"stopping ({signal.Signals(number).name}): finishing up to 5 steps, or the "
             line += "validation that is running, then saving"
             again = "; press Ctrl-C again to stop at once, without saving"
             say_at_once(line + again * (number == signal.SIGINT))
