@@ -3,7 +3,9 @@ again, on the recorded batch and into the recorded gradients, as a replay does."
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -67,14 +69,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     monkeypatch.setattr(torch.cuda, "graph", record)
     original = Recorder._record
 
-    def record_and_repeat(self: Recorder, batch: Batch[Tensor]) -> Any:
-        recording = original(self, batch)
+    def record_and_repeat(self: Recorder, passes: graphs.Passes, batch: Batch[Tensor]) -> Any:
+        recording = original(self, passes, batch)
 
         def work() -> None:
             before = [weight.grad for weight in recording.gradients]
             for weight in recording.gradients:
                 weight.grad = None
-            loss = self.passes(recording.batch)
+            loss = passes(recording.batch)
             recording.loss.total.copy_(loss.total)
             recording.loss.correct.copy_(loss.correct)
             assert isinstance(recording.loss.count, Tensor)
@@ -270,17 +272,18 @@ def test_all_graphs_share_the_memory_of_their_gradients(recorded: list[Graph]) -
         assert all(other[weight] is gradient for weight, gradient in one.items())
 
 
-def test_too_little_memory_is_one_line(recorded: list[Graph]) -> None:
+def test_too_little_memory_is_one_line(
+    recorded: list[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the first passes of a shape, and while they are recorded."""
     (batch,) = batches_of([16])
     replicas = Replicas(model_of(), ALONE, lambda: batch, "fp32", True)
     assert replicas.recorder is not None
-    passes = replicas.recorder.passes
     for _ in range(2):
-        replicas.recorder.passes = no_memory
-        with pytest.raises(Failure, match=r"too little memory: .*, and system\.compile=none takes"):
-            replicas.forward_backward(batch, 0, 1)
-        replicas.recorder.passes = passes
+        with monkeypatch.context() as context:
+            context.setattr(replicas, "_passes", no_memory)
+            with pytest.raises(Failure, match=r"little memory: .*, and system\.compile=none takes"):
+                replicas.forward_backward(batch, 0, 1)
         replicas.recorder.recordings.clear()
         replicas.forward_backward(batch, 0, 1)
 
@@ -295,3 +298,17 @@ def test_too_little_memory_without_graphs_is_one_line(monkeypatch: pytest.Monkey
     monkeypatch.setattr(replicas, "copy", no_memory)
     with pytest.raises(Failure, match=r"batch\.accumulate divides .* into smaller micro-batches$"):
         replicas.forward_backward(batch, 0, 1)
+
+
+def test_graphs_are_freed_without_a_search_for_garbage(recorded: list[Graph]) -> None:
+    """They hold the memory of all activations, which a notebook needs for its next run."""
+    (batch,) = batches_of([16])
+    replicas = Replicas(model_of(), ALONE, lambda: batch, "fp32", True)
+    replicas.forward_backward(batch, 0, 1)
+    recorder = weakref.ref(replicas.recorder)
+    gc.disable()
+    try:
+        del replicas
+        assert recorder() is None
+    finally:
+        gc.enable()

@@ -18,6 +18,8 @@ from xformer.data.batch import Batch
 from xformer.data.errors import Failure
 from xformer.tasks.task import Loss
 
+Passes = Callable[[Batch[Tensor]], Loss]
+
 
 @dataclass(frozen=True)
 class Recording:
@@ -48,36 +50,36 @@ class Recording:
 class Recorder:
     """Computes the loss and the gradients of micro-batches by CUDA graphs.
 
-    `passes(batch)` runs the forward and the backward pass without a graph, and `model` is the one
-    whose gradients it computes. The first micro-batch of a shape runs in this way, which loads
-    kernels and compiles code. The second one is recorded. Dropout depends on PyTorch's generator as
-    it does without a graph. All graphs share the memory of their activations, and that of their
-    gradients.
+    `model` is the one whose gradients are computed. The first micro-batch of a shape runs without a
+    graph, which loads kernels and compiles code. The second one is recorded. Dropout depends on
+    PyTorch's generator as it does without a graph. All graphs share the memory of their
+    activations, and that of their gradients. It is freed with the last reference to the recorder.
     """
 
-    def __init__(self, model: nn.Module, passes: Callable[[Batch[Tensor]], Loss]):
-        self.model, self.passes = model, passes
+    def __init__(self, model: nn.Module):
+        self.model = model
         self.recordings: dict[Any, Recording | None] = {}  # by shape; None: seen once
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
-    def __call__(self, batch: Batch[Tensor], alone: bool) -> Loss:
+    def __call__(self, passes: Passes, batch: Batch[Tensor], alone: bool) -> Loss:
         """The loss of a micro-batch. Its gradients are added to those of the weights, or, if it is
-        `alone` in its step, take their place. The next call overwrites the result. Raises Failure
-        if a graph cannot be recorded, and OutOfMemoryError if the memory does not suffice."""
+        `alone` in its step, take their place. The next call overwrites the result. `passes(batch)`
+        runs the forward and the backward pass without a graph. Raises Failure if a graph cannot be
+        recorded, and OutOfMemoryError if the memory does not suffice."""
         shape = _shape(batch)
         if shape in self.recordings:
-            recording = self.recordings[shape] or self._record(batch)
+            recording = self.recordings[shape] or self._record(passes, batch)
             self.recordings[shape] = recording
             return recording.run(batch, alone)
         self.recordings[shape] = None
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):  # PyTorch wants it where it will record
-            loss = self.passes(batch)
+            loss = passes(batch)
         torch.cuda.current_stream().wait_stream(self.stream)
         return loss
 
-    def _record(self, batch: Batch[Tensor]) -> Recording:
+    def _record(self, passes: Passes, batch: Batch[Tensor]) -> Recording:
         """Record the passes of a batch's shape, without running them or changing a gradient."""
         weights = [*self.model.parameters()]
         before = [weight.grad for weight in weights]
@@ -92,7 +94,7 @@ class Recorder:
         try:
             # thread_local: the feed's thread may copy batches to the GPU meanwhile
             with torch.cuda.graph(graph, self.pool, self.stream, "thread_local"):
-                loss = self.passes(batch)
+                loss = passes(batch)
                 gradients = self._in_common_memory(weights)
             return Recording(graph.replay, batch, loss, gradients)
         except RuntimeError as error:  # PyTorch cannot compute on this device after that

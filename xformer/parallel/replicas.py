@@ -53,7 +53,7 @@ class Replicas:
     ):
         self.ranks, self.model, self.buffers = ranks, model, list(model.buffers())
         self.precision = precision
-        self.recorder = Recorder(model, self._passes) if graphs else None
+        self.recorder = Recorder(model) if graphs else None
         self.before = self.buffers
         self.copy: nn.Module = model
         if ranks.world_size == 1 or graphs:
@@ -79,7 +79,7 @@ class Replicas:
                 if self.recorder is None or batch is None:
                     loss = self._passes(batch)
                 else:
-                    loss = self.recorder(batch, alone=of == 1)
+                    loss = self.recorder(self._passes, batch, alone=of == 1)
         except torch.OutOfMemoryError as error:
             line = "the GPU has too little memory: batch.accumulate divides a step into smaller "
             line += "micro-batches"
