@@ -81,10 +81,9 @@ class Replicas:
                 else:
                     loss = self.recorder(self._passes, batch, alone=of == 1)
         except torch.OutOfMemoryError as error:
+            more = ", and system.compile=none takes less memory when a new shape comes"
             line = "the GPU has too little memory: batch.accumulate divides a step into smaller "
-            line += "micro-batches"
-            if self.recorder is not None:
-                line += ", and system.compile=none takes less memory when a new shape comes"
+            line += f"micro-batches{more if self.recorder else ''}"
             raise Failure(line) from error
         if last and self.recorder is not None and self.ranks.world_size > 1:
             self._average()
