@@ -306,7 +306,7 @@ def test_other_signals_stop_a_run(name: str, forks: Forks, data: Toys, tmp_path:
     line = training(SMOKE, data.text, run, *SHORT)
     stopped = forks.run(*line, before=AT_STEP.format(step=5, signal=name, ranks="0"))
     assert stopped.status == 128 + getattr(signal, name)
-    assert f"stopping ({name}): finishing up to 5 steps" in stopped.err
+    assert f"stopping ({name}): finishing at most two steps" in stopped.err
     assert (run / "checkpoints/step_6").is_dir()
     ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"  # as nohup does
     if name == "SIGHUP":
@@ -314,7 +314,9 @@ def test_other_signals_stop_a_run(name: str, forks: Forks, data: Toys, tmp_path:
 
 
 @pytest.mark.parametrize("step", [5, 6])
-def test_on_a_gpu_a_run_finishes_up_to_5_steps(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_a_run_finishes_at_most_five_steps(
+    step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The signal comes in this step. The device needs no time here."""
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
@@ -345,8 +347,8 @@ def test_a_second_interrupt_stops_at_once(forks: Forks, data: Toys, tmp_path: Pa
     one."""
     run, straight = tmp_path / "run", tmp_path / "straight"
     line = training(SMOKE, data.text, run, *SHORT)
-    told = "stopping (SIGINT): finishing up to 5 steps, or the validation that is running, then "
-    told += "saving; press Ctrl-C again to stop at once"
+    told = "stopping (SIGINT): finishing at most two steps, or the validation that is running, "
+    told += "then saving; press Ctrl-C again to stop at once"
     twice = AT_STEP.format(step=2, signal="SIGINT); os.kill(os.getpid(), signal.SIGINT", ranks="0")
     stopped = forks.run(*line, before=twice)
     ending = f"before the first checkpoint; the same command starts {run} from the beginning"

@@ -223,7 +223,7 @@ def session_of(
     tracing = setup.recipe.system.profile and setup.ranks.rank == 0
     try:
         with (
-            _signals(monitor.active) as signals,
+            _signals(setup.ranks.device, monitor.active) as signals,
             BackgroundWriter(monitor.say) as writer,
             _store_checked(setup, stepped) as damage,
             Profiler(run.path, tracing, setup.ranks.device, monitor.say) as profiler,
@@ -344,7 +344,7 @@ class Clock:
 
 class StopFlag:
     """Tells all ranks, in the same step, that one of them received a signal to stop. On CUDA they
-    learn it two or three steps later, so that the host never waits for the device."""
+    learn it three or four steps later, so that the host never waits for the device."""
 
     def __init__(self, device: torch.device):
         self.on_cuda = device.type == "cuda"
@@ -396,7 +396,7 @@ def _store_checked(setup: Setup, begin: threading.Event) -> Iterator[list[str]]:
 
 
 @contextmanager
-def _signals(active: bool) -> Iterator[list[int]]:
+def _signals(device: torch.device, active: bool) -> Iterator[list[int]]:
     """A list to which the signals in STOPPING append their numbers, so that the loop can stop
     between two steps. If `active`, the first one prints a line. A second Ctrl-C raises
     KeyboardInterrupt. It cannot damage a checkpoint, because each gets its name only when it is
@@ -407,8 +407,9 @@ def _signals(active: bool) -> Iterator[list[int]]:
         if number == signal.SIGINT and number in received:
             raise KeyboardInterrupt
         if active and (not received or number == signal.SIGINT):
-            line = f"stopping ({signal.Signals(number).name}): finishing up to 5 steps, or the "
-            line += "validation that is running, then saving"
+            steps = "five" if device.type == "cuda" else "two"  # see StopFlag
+            line = f"stopping ({signal.Signals(number).name}): finishing at most {steps} steps, or "
+            line += "the validation that is running, then saving"
             again = "; press Ctrl-C again to stop at once, without saving"
             say_at_once(line + again * (number == signal.SIGINT))
         received.append(number)
