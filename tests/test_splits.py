@@ -484,6 +484,25 @@ def test_groups_and_splits_of_the_source(forks: Forks, tmp_path: Path) -> None:
     assert "the same groups" not in done.err
 
 
+def test_groups_by_number(forks: Forks, tmp_path: Path) -> None:
+    """7 and 7.0, as pandas writes it beside a missing value, are one group."""
+    rows = [{**row, "family": row["family"][1:]} for row in grouped(60)]
+    path = write(rows[9:], tmp_path / "a.csv")
+    others = [{**row, "family": f"{row['family']}.0"} for row in rows[:9] if row["family"]]
+    test = write(others, tmp_path / "b.csv")
+    done = good(task(forks, "protein", path, "--test", str(test), "--group", "family"))
+    assert "note: the same groups are in two splits: " in done.err
+
+
+def test_every_file_needs_the_groups(forks: Forks, tmp_path: Path) -> None:
+    """FASTA names no group, so a note could not say which of its rows have relatives."""
+    test = tmp_path / "b.fasta"
+    test.write_text(">n1 a\nACDEF\n")
+    files = write(grouped(60), tmp_path / "a.csv"), "--test", str(test)
+    good(task(forks, "protein", *files))
+    refused(task(forks, "protein", *files, "--group", "family"), f"but {test} has none")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

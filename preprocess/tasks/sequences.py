@@ -27,7 +27,7 @@ from ..corpora.fasta import FASTA, read_fasta
 from . import splits
 from .labelled import Row, TaskSource, check_metric, find_splits, input_files
 from .tables import ENDINGS, RowTable, extension, stem
-from .tsv import add_keys, keys_of
+from .tsv import add_keys, group_of, keys_of
 
 LOST = ""  # stands for a line of a record that could not be read
 ORDINALS = ("first", "second", "third")
@@ -244,10 +244,12 @@ def _columns(
 
 
 def _check_columns(columns: dict[Path, Columns | None], arguments: argparse.Namespace) -> None:
-    """Raise BadInput if an option names a column, but no file has columns."""
+    """Raise BadInput if an option names a column, but no file has columns. With --group every file
+    needs them: rows of an unknown group could be in two splits, and no note would say so."""
     for option in ("sequence", "label", "id", "group"):
-        if getattr(arguments, option) is not None and not any(columns.values()):
-            path = next(iter(columns))
+        enough = all if option == "group" else any
+        if getattr(arguments, option) is not None and not enough(columns.values()):
+            path = next(path for path in columns if not columns[path])
             raise BadInput(f"--{option} names a column, but {path} has none; leave it out")
 
 
@@ -309,8 +311,8 @@ def sequence_records(
             row: dict[str | None, str | None] = dict(zip(columns.names, values, strict=True))
             sequence = (row[columns.sequence] or "").strip()
             id_ = (row[columns.id] or "") if columns.id else None
-            group = (row[columns.group] or "").strip() if columns.group else ""
-            yield Record(line, sequence, row.get(columns.label), id_, split, group or None)
+            group = group_of(row.get(columns.group))
+            yield Record(line, sequence, row.get(columns.label), id_, split, group)
     elif extension(path) in FASTA or _looks_like_fasta(path, frozenset(form.alphabet)):
         yield from _fasta(path, label, form, bad, marks)
     else:

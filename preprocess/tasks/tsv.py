@@ -69,8 +69,9 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
         "--group",
         metavar="COLUMN",
         help="A column with the group of each row, such as its author, patient or protein family. "
-        "If splits are drawn, all rows of a group go to the same split. An empty cell is no group "
-        "(default: only rows with equal texts stay together).",
+        "If splits are drawn, all rows of a group go to the same split. An empty cell is no group, "
+        "and names that differ in case are different groups (default: only rows with equal texts "
+        "stay together).",
     )
 
 
@@ -156,8 +157,13 @@ def id_and_group(
     None stands for one that is not given; an empty cell is an id, but no group."""
     row = dict(zip(keys_of(arguments), values, strict=False))
     id_ = (row[arguments.id] or "") if arguments.id else None
-    group = (row[arguments.group] or "").strip() if arguments.group else ""
-    return id_, group or None
+    return id_, group_of(row.get(arguments.group))
+
+
+def group_of(cell: str | None) -> str | None:
+    """The group that a cell names; None if it is empty. pandas writes 7 as 7.0 if other cells of
+    the column are empty, in one file and not in the next, so both are one group."""
+    return (cell or "").strip().removesuffix(".0") or None
 
 
 def read(arguments: argparse.Namespace) -> TaskSource:
