@@ -484,6 +484,23 @@ def test_groups_and_splits_of_the_source(forks: Forks, tmp_path: Path) -> None:
     assert "the same groups" not in done.err
 
 
+@pytest.mark.parametrize("largest", [40, 240])
+def test_large_groups(forks: Forks, tmp_path: Path, largest: int) -> None:
+    """A family of most rows is in training with every seed, and ten equal families can be drawn."""
+    sizes = [40] * 10 if largest == 40 else [240, *[4] * 40]
+    families = [f"g{i}" for i, size in enumerate(sizes) for _ in range(size)]
+    rows: Rows = [
+        {"sequence": text, "label": "ab"[i % 2], "name": f"n{i}", "family": families[i]}
+        for i, text in enumerate(proteins(400))
+    ]
+    path = write(rows, tmp_path / "a.csv")
+    for seed in "0123":
+        good(task(forks, "protein", path, "--group", "family", "--seed", seed))
+        store = open_store(tmp_path / "store")
+        held = 40 if largest == 40 else 20
+        assert [store.split(name).rows for name in ("valid", "test")] == [held, held]
+
+
 def test_groups_by_number(forks: Forks, tmp_path: Path) -> None:
     """7 and 7.0, as pandas writes it beside a missing value, are one group."""
     rows = [{**row, "family": row["family"][1:]} for row in grouped(60)]

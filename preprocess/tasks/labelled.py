@@ -466,6 +466,8 @@ def _draw_splits(task: TaskSource, survey: RowSurvey, stratify: bool) -> list[st
     names = [*shares, "train"]
     if stratify:
         split_of_key = _stratified(np.asarray(survey.to_draw)[first], sizes, list(shares.values()))
+    elif task.group:
+        split_of_key = _whole_groups(sizes, list(shares.values()))
     else:
         rows_before = np.cumsum(sizes) - sizes
         bounds = np.cumsum(list(shares.values()))
@@ -478,6 +480,23 @@ def _draw_splits(task: TaskSource, survey: RowSurvey, stratify: bool) -> list[st
             "give a directory with train, valid and test files"
         )
     return [names[i] for i in split_of_key[key_of_row]]
+
+
+def _whole_groups(sizes: np.ndarray, shares: Sequence[float]) -> np.ndarray:
+    """The part to which each key goes, (keys,), given its number of rows `sizes` (keys,).
+
+    Part i gets about shares[i] of the rows, and one more part gets the rest. A key goes to the
+    first part that still lacks half of its rows, so a group of more than twice a share is never in
+    that part.
+    """
+    parts = np.full(len(sizes), len(shares))
+    lacking = [share * sizes.sum() for share in shares]
+    for key, size in enumerate(sizes):
+        for i, rows in enumerate(lacking):
+            if rows >= size / 2:
+                parts[key], lacking[i] = i, rows - size
+                break
+    return parts
 
 
 def _stratified(classes: np.ndarray, sizes: np.ndarray, shares: Sequence[float]) -> np.ndarray:
