@@ -300,6 +300,22 @@ def test_too_little_memory_without_graphs_is_one_line(monkeypatch: pytest.Monkey
         replicas.forward_backward(batch, 0, 1)
 
 
+def test_too_little_memory_of_several_ranks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their first pass, which decides the order of sums, is made with the replicas."""
+    (batch,) = batches_of([16])
+
+    class Copy:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def __call__(self, batch: Batch[Tensor]) -> Loss:
+            return no_memory(batch)
+
+    monkeypatch.setattr("xformer.parallel.replicas.DistributedDataParallel", Copy)
+    with pytest.raises(Failure, match="the GPU has too little memory"):
+        Replicas(model_of(), replace(ALONE, world_size=2), lambda: batch)
+
+
 def test_graphs_are_freed_without_a_search_for_garbage(recorded: list[Graph]) -> None:
     """They hold the memory of all activations, which a notebook needs for its next run."""
     (batch,) = batches_of([16])

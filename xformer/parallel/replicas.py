@@ -65,7 +65,7 @@ class Replicas:
         # The first backward pass decides the order in which gradients are summed. Make it a pass
         # whose gradient is discarded, so that a continued run has the same order as a new one.
         self.begin()
-        self._passes(sample())
+        self.forward_backward(sample(), 0, 1)
         model.zero_grad()
         self.restore(torch.ones((), device=ranks.device))
 
@@ -80,13 +80,13 @@ class Replicas:
                     loss = self._passes(batch)
                 else:
                     loss = self.recorder(self._passes, batch, alone=of == 1)
+            if last and self.recorder is not None and self.ranks.world_size > 1:
+                self._average()
         except torch.OutOfMemoryError as error:
             more = ", and system.compile=none takes less memory when a new shape comes"
             line = "the GPU has too little memory: batch.accumulate divides a step into smaller "
             line += f"micro-batches{more if self.recorder else ''}"
             raise Failure(line) from error
-        if last and self.recorder is not None and self.ranks.world_size > 1:
-            self._average()
         return loss
 
     def _passes(self, batch: Batch[Tensor] | None) -> Loss:
