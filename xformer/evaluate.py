@@ -72,9 +72,9 @@ class EvaluateConfig(Settings):
     """The split of the store to score."""
     out: str | None = None
     """Write the scores to this file as JSON. With input=, write the predictions to it instead, as a
-    tab-separated table. If the name ends in .npz, write the outputs of every row, as predictions=
-    does. For span heads, a name that ends in .json gives JSON for SQuAD's script. With blimp=, a
-    name that ends in .csv gives the table that is printed."""
+    tab-separated table, or, if the name ends in .npz, as arrays (see predictions=). For span heads,
+    a name that ends in .json gives JSON for SQuAD's script. With blimp=, a name that ends in .csv
+    gives the table that is printed."""
     predictions: str | None = None
     """Write the predictions to this file as a tab-separated table, with one line per row (for
     head=choice: per question) and a column `gold` if the split has labels. Without labels, this
