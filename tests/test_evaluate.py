@@ -478,9 +478,19 @@ def test_stores_and_checkpoints_keep_their_files(tmp_path: Path, mark: str, own:
     assert parse_arguments([".", "data=store", beside]).out == beside[4:]
 
 
-def test_scores_are_no_csv() -> None:
-    with pytest.raises(BadInput, match=r"a.csv: scores are written as JSON; give a name that ends"):
-        parse_arguments([".", "data=store", "out=a.csv"])
+def test_files_of_another_form_than_their_name_are_refused() -> None:
+    for given in (["data=s", "out=a.csv"], ["data=s", "out=a.npz"], ["blimp=b", "out=a.npz"]):
+        with pytest.raises(BadInput, match=r"a.(csv|npz): scores are written as JSON; give a name"):
+            parse_arguments([".", *given])
+    for given in (["input=i", "out=a.csv"], ["blimp=b", "predictions=a.npz"]):
+        with pytest.raises(BadInput, match=r"a.(csv|npz): the table is separated by tabs; give a"):
+            parse_arguments([".", *given])
+    for given in (
+        ["data=s", "predictions=a.npz"],
+        ["input=i", "out=a.npz"],
+        ["blimp=b", "out=a.csv"],
+    ):
+        assert parse_arguments([".", *given])
 
 
 def test_votes_are_those_of_a_plain_loop() -> None:

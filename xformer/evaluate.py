@@ -256,10 +256,12 @@ def parse(arguments: list[str]) -> EvaluateConfig:
             f"{', '.join(FORMS[form])}"
         )
     table = config.predictions or (config.out if config.input else None)
-    if table and table.lower().endswith(".csv"):
+    of_pairs = config.blimp is not None
+    if table and table.lower().endswith((".csv", ".npz") if of_pairs else ".csv"):
         raise BadInput(f"{table}: the table is separated by tabs; give a name that ends in .tsv")
-    if config.data and config.out and config.out.lower().endswith(".csv"):
-        raise BadInput(f"{config.out}: scores are written as JSON; give a name that ends in .json")
+    scores = "" if config.input else config.out or ""
+    if scores.lower().endswith(".npz" if of_pairs else (".csv", ".npz")):
+        raise BadInput(f"{scores}: scores are written as JSON; give a name that ends in .json")
     files: dict[Path, str] = {}
     for name in ("input", "blimp", "out", "predictions"):
         if file := getattr(config, name):
