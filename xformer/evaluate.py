@@ -259,9 +259,9 @@ def parse(arguments: list[str]) -> EvaluateConfig:
     of_pairs = config.blimp is not None
     if table and table.lower().endswith((".csv", ".npz") if of_pairs else ".csv"):
         raise BadInput(f"{table}: the table is separated by tabs; give a name that ends in .tsv")
-    scores = "" if config.input else config.out or ""
-    if scores.lower().endswith(".npz" if of_pairs else (".csv", ".npz")):
-        raise BadInput(f"{scores}: scores are written as JSON; give a name that ends in .json")
+    score_file = "" if config.input else config.out or ""
+    if score_file.lower().endswith(".npz" if of_pairs else (".csv", ".npz")):
+        raise BadInput(f"{score_file}: scores are written as JSON; give a name that ends in .json")
     files: dict[Path, str] = {}
     for name in ("input", "blimp", "out", "predictions"):
         if file := getattr(config, name):
@@ -427,9 +427,9 @@ def _score_pairs(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     )
 
 
-def _is_npz(file: str | None) -> bool:
+def _is_npz(file: str) -> bool:
     """Whether to write predictions to this file as arrays, not as a table."""
-    return file is not None and file.lower().endswith(".npz")
+    return file.lower().endswith(".npz")
 
 
 def _check_threshold(config: EvaluateConfig, task: Task) -> None:

@@ -485,9 +485,9 @@ def _draw_splits(task: TaskSource, survey: RowSurvey, stratify: bool) -> list[st
 def _whole_groups(sizes: np.ndarray, shares: Sequence[float]) -> np.ndarray:
     """The part to which each key goes, (keys,), given its number of rows `sizes` (keys,).
 
-    Part i gets about shares[i] of the rows, and one more part gets the rest. A key goes to the
-    first part that still lacks half of its rows, so a group of more than twice a share is never in
-    that part.
+    Part i gets about shares[i] of the rows, and the last part, which is for training, the rest. A
+    key goes to the first part that still lacks at least half as many rows as the key has. So a
+    group with more than twice the rows of every share is for training.
     """
     parts = np.full(len(sizes), len(shares))
     lacking = [share * sizes.sum() for share in shares]

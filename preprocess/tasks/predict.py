@@ -249,7 +249,7 @@ def _table(
         raise _wrong_header(path, _first_row(path, table.form), names)
     if columns is None:
         _refuse_key(path, head, "has no header")
-        empty: list[int] = []  # empty lines that a text may follow: at the end they are no rows
+        empty: list[int] = []  # they are rows only if a text follows
         for line, row in table.delimited(STRICT, empty=empty_rows and len(names) == 1):
             if row == [""]:
                 empty.append(line)

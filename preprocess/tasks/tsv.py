@@ -69,9 +69,8 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
         "--group",
         metavar="COLUMN",
         help="A column with the group of each row, such as its author, patient or protein family. "
-        "If splits are drawn, all rows of a group go to the same split. An empty cell is no group, "
-        "and names that differ in case are different groups (default: only rows with equal texts "
-        "stay together).",
+        "If splits are drawn, all rows of a group go to the same split. A row with an empty cell "
+        "belongs to no group. Case matters (default: only rows with equal texts stay together).",
     )
 
 
