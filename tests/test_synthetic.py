@@ -354,6 +354,44 @@ def test_sequences_of_all_lengths_keep_their_places(name):
     assert sum(len(set(part.tolist())) for part in parts) == len(everything)
 
 
+@pytest.mark.parametrize("name", ["nesting", "flat"])
+def test_different_partners_change_only_the_closing_tokens(name):
+    """Partners are neighbours in the order of frequency, whichever of the two opens the pair."""
+    probabilities = np.array([0, 0, 0, 0, 0, 0.1, 0.3, 0, 0.2, 0.25, 0.15])
+    corpus = Corpus(name, 0, (LENGTH, LENGTH), 0)
+    different = replace(corpus, partners="different")
+    assert synthetic.closing_ids(corpus, probabilities) is None
+    closing = synthetic.closing_ids(different, probabilities)
+    # from the most frequent on: 6, 9, 8, 10, 5; the last one has no neighbour
+    assert closing.tolist() == [0, 1, 2, 3, 4, 5, 9, 7, 10, 6, 8]
+
+    lengths, other = np.full(2000, LENGTH), np.arange(2000 * LENGTH)[::-1] + 10**6
+    equal = synthetic.parentheses(np.random.default_rng(4), Counting(), lengths, corpus)
+    table = Counting(closing=other.astype(np.uint32))
+    made = synthetic.parentheses(np.random.default_rng(4), table, lengths, different)
+    _, pushed = matched(equal.reshape(-1, LENGTH))
+    assert 0.5 < pushed.mean() < 0.6
+    np.testing.assert_array_equal(made, np.where(pushed.ravel(), equal, other[equal]))
+
+
+def test_the_command_with_different_partners(tmp_path):
+    options = ["--tokens", 20_000, "--vocab-size", 45, "--partners", "different"]
+    run("nesting", *options, "--output", tmp_path / "s")
+    store = open_store(tmp_path / "s")
+    assert store.meta["origin"]["synthetic"]["partners"] == "different"
+    closed = 0
+    for tokens in rows(store, "train"):
+        open_: list[int] = []
+        for token in tokens:
+            if open_ and (open_[-1] - 5) ^ 1 == token - 5:
+                open_.pop()
+                closed += 1
+            else:
+                open_.append(token)
+    # as many pairs as a parser finds in nested pairs of equal tokens (below 10,000 are possible)
+    assert closed > 8000
+
+
 # ------------------------------------------------------------------------------ the store
 
 
@@ -569,7 +607,8 @@ def test_shuffle_dyck_is_balanced_within_its_depth():
     """
     kinds, deepest, length = 16, 8, 100
     corpus = Corpus("shuffle", 0, (length, length), 0, kinds, 0.5, deepest)
-    table = synthetic.alias_table(synthetic.weights(corpus, 5 + 2 * kinds, None))
+    weights = synthetic.weights(corpus, 5 + 2 * kinds, None)
+    table = synthetic.alias_table(weights, synthetic.closing_ids(corpus, weights))
     lengths = np.full(4000, length)
     made = synthetic.parentheses(np.random.default_rng(3), table, lengths, corpus)
     made = made.reshape(-1, length).astype(int) - 5

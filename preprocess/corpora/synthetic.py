@@ -11,6 +11,10 @@ Kao and Lee 2021, section 4.4.2).
   equal probability. Each has its own opening and closing token. Any open bracket may close next, so
   pairs can cross. When `depth` brackets are open, one of them closes.
 
+In nesting and flat both tokens of a pair are equal, as in the papers. With `partners` "different"
+they are the two tokens of a couple, in either order. The most frequent token and the second form a
+couple, the third and the fourth, and so on.
+
 The papers leave some rules open. Here every sequence starts with an empty stack, a pop from an
 empty stack becomes a push, and a sequence ends when it reaches its length, which is drawn uniformly
 from a range. Tokens that are still on the stack then have no match.
@@ -72,7 +76,7 @@ class Corpus:
     `tokens` is the size of the training split. `lengths` is the range of a sequence's length, both
     ends included. `distinct` is the number of different tokens that may occur (None: all), or for
     shuffle the number of kinds of brackets. `push` is used by nesting, flat and shuffle, `depth`
-    (None: no limit) by shuffle.
+    (None: no limit) by shuffle, `partners` ("equal" or "different") by nesting and flat.
     """
 
     generator: str
@@ -82,6 +86,7 @@ class Corpus:
     distinct: int | None = None
     push: float = 0.4
     depth: int | None = None
+    partners: str = "equal"
 
 
 def weights(corpus: Corpus, vocab_size: int, counts: np.ndarray | None) -> np.ndarray:
@@ -108,6 +113,25 @@ def weights(corpus: Corpus, vocab_size: int, counts: np.ndarray | None) -> np.nd
     return frequencies / frequencies.sum()
 
 
+def closing_ids(corpus: Corpus, probabilities: np.ndarray) -> np.ndarray | None:
+    """The id that closes each id, (vocab_size,), or None if every token closes itself.
+
+    The partners of a couple are neighbours in the order of falling probability; of equally
+    probable ids the lower comes first. If the number of ids that can occur is odd, the last one
+    closes itself.
+    """
+    ids = np.arange(len(probabilities))
+    if corpus.generator == "shuffle":
+        return ids + (corpus.distinct or 0)
+    if corpus.partners == "equal":
+        return None
+    order = np.argsort(-probabilities, kind="stable")
+    even = np.count_nonzero(probabilities) // 2 * 2
+    first, second = order[0:even:2], order[1:even:2]
+    ids[first], ids[second] = second, first
+    return ids
+
+
 @dataclass(frozen=True)
 class AliasTable:
     """Draws ids with given probabilities in constant time (Walker's alias method).
@@ -120,6 +144,7 @@ class AliasTable:
 
     keep: np.ndarray  # uint64 (columns,)
     step: np.ndarray  # uint16 (columns,), or uint32 if there are more than 2**16 columns
+    closing: np.ndarray | None = None  # see `closing_ids`
 
     def draw(self, generator: np.random.Generator, n: int) -> np.ndarray:
         """Draw `n` ids, of the type of `step`."""
@@ -129,7 +154,7 @@ class AliasTable:
         return ids
 
 
-def alias_table(probabilities: np.ndarray) -> AliasTable:
+def alias_table(probabilities: np.ndarray, closing: np.ndarray | None = None) -> AliasTable:
     """The table for probabilities, float64 (vocab_size,), that sum to 1."""
     columns = 1 << (len(probabilities) - 1).bit_length()
     mass = np.zeros(columns)
@@ -146,7 +171,9 @@ def alias_table(probabilities: np.ndarray) -> AliasTable:
     # is 1, a random number may exceed the bound, but then step is 0 and the id stays the same.
     bounds = (keep * (2**64 - 2**11)).astype(np.uint64)
     steps = other - np.arange(columns)
-    return AliasTable(bounds, steps.astype(np.uint16 if columns <= 2**16 else np.uint32))
+    kind = np.uint16 if columns <= 2**16 else np.uint32
+    closing = None if closing is None else closing.astype(kind)
+    return AliasTable(bounds, steps.astype(kind), closing)
 
 
 def independent(
@@ -170,8 +197,6 @@ def parentheses(
     for each sequence in a level, so the memory in use is small and stays in the cache.
     """
     flat, bound = corpus.generator != "nesting", int(corpus.push * 2**32)
-    # the distance from an opening id to its closing id
-    shift = corpus.distinct or 0 if corpus.generator == "shuffle" else 0
     order = np.argsort(-lengths, kind="stable")
     rows, steps = len(lengths), int(lengths.max())
     active = rows - np.cumsum(np.bincount(lengths))  # sequences longer than 0, 1, 2, ...
@@ -202,7 +227,9 @@ def parentheses(
                 value < bound, value / max(bound, 1), (value - bound) / (2**32 - bound)
             )
             slot = (uniform * (top // rows + 1)).astype(np.int64) * rows + pop
-        made[place.take(pop) + step] = stack.take(slot) + made.dtype.type(shift)
+        opening = stack.take(slot)
+        closing = opening if table.closing is None else table.closing.take(opening)
+        made[place.take(pop) + step] = closing
         stack[slot] = stack.take(top)
     return made
 
@@ -215,6 +242,7 @@ GENERATORS = {
     "shuffle": parentheses,
 }
 BRACKETS = ("nesting", "flat", "shuffle")
+PARTNERED = ("nesting", "flat")  # they have the option --partners
 WITHOUT_FREQUENCIES = ("uniform", "shuffle")  # they have no option --frequencies
 
 
@@ -344,7 +372,8 @@ def write_corpus(
             f"--vocab-size {size} is too small: --distinct {corpus.distinct} kinds of brackets "
             f"need {SPECIAL_IDS + 2 * (corpus.distinct or 0)}"
         )
-    table = alias_table(weights(corpus, size, counts))
+    probabilities = weights(corpus, size, counts)
+    table = alias_table(probabilities, closing_ids(corpus, probabilities))
     words = (f"w{i}" for i in range(SPECIAL_IDS, size))
     tokenizer = vocabularies.symbols(words, separated=True)
     with create_store(output, tokenizer, {"tokens": ""}, overwrite=overwrite) as store:
@@ -384,8 +413,8 @@ def _counts_to_follow(frequencies: Store, size: int) -> np.ndarray:
 ABOUTS = {
     "uniform": "Independent tokens, all with the same probability.",
     "zipf": "Independent tokens with the frequencies of a store, or 1 / rank.",
-    "nesting": "Nested pairs of equal tokens, from a stack grammar.",
-    "flat": "Pairs of equal tokens that need not nest.",
+    "nesting": "Nested pairs of tokens, from a stack grammar.",
+    "flat": "Pairs of tokens that need not nest.",
     "shuffle": "k-Shuffle Dyck: k kinds of brackets that need not nest. Some may still be open "
     "when a sequence ends.",
 }
@@ -393,7 +422,7 @@ ABOUTS = {
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the options of `synthetic NAME`."""
-    parser.set_defaults(generator=name, frequencies=None, push=0.4, depth=None)
+    parser.set_defaults(generator=name, frequencies=None, push=0.4, depth=None, partners="equal")
     size = "30000" if name in WITHOUT_FREQUENCIES else "that of --frequencies, or else 30000"
     add = parser.add_argument
     add(
@@ -480,6 +509,14 @@ def _add_distribution(parser: argparse.ArgumentParser, name: str) -> None:
             metavar="P",
             help="The probability that a step opens a pair (default: %(default)s).",
         )
+    if name in PARTNERED:
+        add(
+            "--partners",
+            choices=("equal", "different"),
+            default="equal",
+            help="Whether the two tokens of a pair are equal, or two neighbours in the order of "
+            "frequency: the first and the second, the third and the fourth (default: %(default)s).",
+        )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -495,6 +532,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.distinct,
         arguments.push,
         arguments.depth,
+        arguments.partners,
     )
     started = time.monotonic()
     workers = arguments.workers or len(os.sched_getaffinity(0))
