@@ -367,7 +367,7 @@ def test_different_partners_change_only_the_closing_tokens(name):
 
     lengths, other = np.full(2000, LENGTH), np.arange(2000 * LENGTH)[::-1] + 10**6
     equal = synthetic.parentheses(np.random.default_rng(4), Counting(), lengths, corpus)
-    table = Counting(closing=other.astype(np.uint32))
+    table = Counting(closers=other.astype(np.uint32))
     made = synthetic.parentheses(np.random.default_rng(4), table, lengths, different)
     _, pushed = matched(equal.reshape(-1, LENGTH))
     assert 0.5 < pushed.mean() < 0.6

@@ -144,7 +144,7 @@ class AliasTable:
 
     keep: np.ndarray  # uint64 (columns,)
     step: np.ndarray  # uint16 (columns,), or uint32 if there are more than 2**16 columns
-    closing: np.ndarray | None = None  # see `closing_ids`
+    closers: np.ndarray | None = None  # see `closing_ids`
 
     def draw(self, generator: np.random.Generator, n: int) -> np.ndarray:
         """Draw `n` ids, of the type of `step`."""
@@ -154,7 +154,7 @@ class AliasTable:
         return ids
 
 
-def alias_table(probabilities: np.ndarray, closing: np.ndarray | None = None) -> AliasTable:
+def alias_table(probabilities: np.ndarray, closers: np.ndarray | None = None) -> AliasTable:
     """The table for probabilities, float64 (vocab_size,), that sum to 1."""
     columns = 1 << (len(probabilities) - 1).bit_length()
     mass = np.zeros(columns)
@@ -172,8 +172,8 @@ def alias_table(probabilities: np.ndarray, closing: np.ndarray | None = None) ->
     bounds = (keep * (2**64 - 2**11)).astype(np.uint64)
     steps = other - np.arange(columns)
     kind = np.uint16 if columns <= 2**16 else np.uint32
-    closing = None if closing is None else closing.astype(kind)
-    return AliasTable(bounds, steps.astype(kind), closing)
+    closers = None if closers is None else closers.astype(kind)
+    return AliasTable(bounds, steps.astype(kind), closers)
 
 
 def independent(
@@ -228,8 +228,8 @@ def parentheses(
             )
             slot = (uniform * (top // rows + 1)).astype(np.int64) * rows + pop
         opening = stack.take(slot)
-        closing = opening if table.closing is None else table.closing.take(opening)
-        made[place.take(pop) + step] = closing
+        closer = opening if table.closers is None else table.closers.take(opening)
+        made[place.take(pop) + step] = closer
         stack[slot] = stack.take(top)
     return made
 
