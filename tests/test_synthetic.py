@@ -357,13 +357,17 @@ def test_sequences_of_all_lengths_keep_their_places(name):
 @pytest.mark.parametrize("name", ["nesting", "flat"])
 def test_different_partners_change_only_the_closing_tokens(name):
     """Partners are neighbours in the order of frequency, whichever of the two opens the pair."""
-    probabilities = np.array([0, 0, 0, 0, 0, 0.1, 0.3, 0, 0.2, 0.25, 0.15])
+    counts = np.array([0, 0, 0, 0, 0, 2, 6, 0, 4, 5, 3])
     corpus = Corpus(name, 0, (LENGTH, LENGTH), 0)
     different = replace(corpus, partners="different")
-    assert synthetic.closing_ids(corpus, probabilities) is None
-    closing = synthetic.closing_ids(different, probabilities)
+    weights = synthetic.weights(different, 11, counts)
     # from the most frequent on: 6, 9, 8, 10, 5; the last one has no neighbour
+    np.testing.assert_allclose(weights * 18, [0, 0, 0, 0, 0, 0, 6, 0, 4, 5, 3])
+    assert synthetic.closing_ids(corpus, weights) is None
+    closing = synthetic.closing_ids(different, weights)
     assert closing.tolist() == [0, 1, 2, 3, 4, 5, 9, 7, 10, 6, 8]
+    with pytest.raises(BadInput, match="--partners different needs at least two tokens"):
+        synthetic.weights(replace(different, distinct=1), 11, counts)
 
     lengths, other = np.full(2000, LENGTH), np.arange(2000 * LENGTH)[::-1] + 10**6
     equal = synthetic.parentheses(np.random.default_rng(4), Counting(), lengths, corpus)

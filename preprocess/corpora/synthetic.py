@@ -13,7 +13,7 @@ Kao and Lee 2021, section 4.4.2).
 
 In nesting and flat both tokens of a pair are equal, as in the papers. With `partners` "different"
 they are the two tokens of a couple, in either order. The most frequent token and the second form a
-couple, the third and the fourth, and so on.
+couple, the third and the fourth, and so on. Of an odd number of tokens the rarest does not occur.
 
 The papers leave some rules open. Here every sequence starts with an empty stack, a pop from an
 empty stack becomes a push, and a sequence ends when it reaches its length, which is drawn uniformly
@@ -94,8 +94,9 @@ def weights(corpus: Corpus, vocab_size: int, counts: np.ndarray | None) -> np.nd
 
     Probabilities follow `counts`, one number for each id. Without `counts` they are uniform, or for
     "zipf" proportional to 1 / rank. With `distinct`, only the most frequent ids remain, and
-    without `counts` the first ones, as in Chiang and Lee 2020, section 4.3. Raises BadInput if
-    fewer ids than `distinct` can occur.
+    without `counts` the first ones, as in Chiang and Lee 2020, section 4.3. Different partners
+    need an even number of ids, so the last one may be left out. Raises BadInput if fewer ids than
+    `distinct` can occur, or fewer than two partners.
     """
     frequencies = np.ones(vocab_size)
     if counts is not None:
@@ -103,22 +104,23 @@ def weights(corpus: Corpus, vocab_size: int, counts: np.ndarray | None) -> np.nd
     elif corpus.generator == "zipf":
         frequencies = 1.0 / np.maximum(np.arange(vocab_size) - SPECIAL_IDS + 1, 1)
     frequencies[:SPECIAL_IDS] = 0
-    if corpus.distinct is not None:
-        available = np.count_nonzero(frequencies)
-        if corpus.distinct > available:
-            raise BadInput(
-                f"--distinct {corpus.distinct} is too large: only {available} tokens can occur"
-            )
-        frequencies[np.argsort(-frequencies, kind="stable")[corpus.distinct :]] = 0
+    available = np.count_nonzero(frequencies)
+    kept = available if corpus.distinct is None else corpus.distinct
+    if kept > available:
+        raise BadInput(f"--distinct {kept} is too large: only {available} tokens can occur")
+    if corpus.partners == "different":
+        kept -= kept % 2
+        if not kept:
+            raise BadInput("--partners different needs at least two tokens that can occur")
+    frequencies[np.argsort(-frequencies, kind="stable")[kept:]] = 0
     return frequencies / frequencies.sum()
 
 
 def closing_ids(corpus: Corpus, probabilities: np.ndarray) -> np.ndarray | None:
     """The id that closes each id, (vocab_size,), or None if every token closes itself.
 
-    The partners of a couple are neighbours in the order of falling probability; of equally
-    probable ids the lower comes first. If the number of ids that can occur is odd, the last one
-    closes itself.
+    The partners of a couple are neighbours in the order of falling probability. Of equally
+    probable ids the lower comes first. An id that cannot occur closes itself.
     """
     ids = np.arange(len(probabilities))
     if corpus.generator == "shuffle":
@@ -126,8 +128,8 @@ def closing_ids(corpus: Corpus, probabilities: np.ndarray) -> np.ndarray | None:
     if corpus.partners == "equal":
         return None
     order = np.argsort(-probabilities, kind="stable")
-    even = np.count_nonzero(probabilities) // 2 * 2
-    first, second = order[0:even:2], order[1:even:2]
+    last = np.count_nonzero(probabilities)
+    first, second = order[0:last:2], order[1:last:2]
     ids[first], ids[second] = second, first
     return ids
 
