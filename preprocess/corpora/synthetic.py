@@ -385,6 +385,8 @@ def write_corpus(
                 write_corpus_split(split, corpus, table, tokens, workers)
         rules = "empty stack: a pop is a push; start: empty; end: open tokens stay unmatched"
         made = asdict(corpus) | ({"rules": rules} if corpus.generator in BRACKETS else {})
+        if corpus.partners == "equal":  # a store is the same as before there was a choice
+            del made["partners"]
         store.finish("text", [], None, {**origin, "synthetic": made})
         return store.splits
 
