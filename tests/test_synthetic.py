@@ -361,7 +361,7 @@ def test_different_partners_change_only_the_closing_tokens(name):
     corpus = Corpus(name, 0, (LENGTH, LENGTH), 0)
     different = replace(corpus, partners="different")
     weights = synthetic.weights(different, 11, counts)
-    # from the most frequent on: 6, 9, 8, 10, 5; the last one has no neighbour
+    # The ids by falling frequency are 6, 9, 8, 10, 5. Id 5 has no partner, so it cannot occur.
     np.testing.assert_allclose(weights * 18, [0, 0, 0, 0, 0, 0, 6, 0, 4, 5, 3])
     assert synthetic.closing_ids(corpus, weights) is None
     closing = synthetic.closing_ids(different, weights)
@@ -392,7 +392,7 @@ def test_the_command_with_different_partners(tmp_path):
                 closed += 1
             else:
                 open_.append(token)
-    # as many pairs as a parser finds in nested pairs of equal tokens (below 10,000 are possible)
+    # Fewer than 10,000, because some tokens are still open when a sequence ends.
     assert closed > 8000
 
 
