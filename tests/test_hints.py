@@ -325,6 +325,27 @@ def test_an_alphabet_needs_no_other_option(tmp_path: Path, preprocess: Any) -> N
         preprocess(*line[:2], "bpe", "--input", tmp_path / "t.txt", "--output", tmp_path / "c")
 
 
+def test_words_between_white_space_are_symbols(
+    tmp_path: Path, preprocess: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Frequent words come first, and words that are equally frequent are sorted. `--vocab-size`
+    leaves out the rarest words. A special token in the text is not a word."""
+    text = tmp_path / "t.txt"
+    text.write_text("w7 w5\tw7 B\nw30 w7 w5 [MASK]\n\nb w5 B w7\n")
+    line = ["tokenizer", "--kind", "words", "--input", text]
+    preprocess(*line, "--output", tmp_path / "all")
+    assert "words tokenizer of 10 pieces, " in capsys.readouterr().out
+    words = checkpoints.tokenizers.load_tokenizer(tmp_path / "all")
+    assert words.pieces[5:] == ["w7", "w5", "B", "b", "w30"]
+    assert words.encode_batch(["w5 w30\nx w7"])[0].tolist() == [6, 9, words.special["unk"], 5]
+    preprocess(*line, "--vocab-size", 8, "--output", tmp_path / "few")
+    few = checkpoints.tokenizers.load_tokenizer(tmp_path / "few")
+    assert few.pieces[5:] == ["w7", "w5", "B"]
+    assert few.decode(few.encode_batch(["w7 b"])[0]) == "w7 [UNK]"
+    preprocess(*line, "--vocab-size", 30, "--output", tmp_path / "fewer")
+    assert "words tokenizer of 10 pieces (the text yields no more), " in capsys.readouterr().out
+
+
 # ------------------------------------------------------------------------------ paths
 
 

@@ -105,9 +105,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--kind",
-        choices=tokenizers.KINDS,
+        choices=vocabularies.LEARNED,
         help="The kind of tokenizer to train. wordpiece: BERT's. bpe: byte-level BPE, as in "
-        "RoBERTa. unigram: SentencePiece. symbols: one id for each character.",
+        "RoBERTa. unigram: SentencePiece. symbols: one id for each character. words: one id for "
+        "each word between white space, the most frequent words first; all others are unknown.",
     )
     add(
         "--input",
@@ -124,8 +125,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(6, MAX_PIECES),
         metavar="N",
         help="The number of pieces in the vocabulary, including the five special tokens. A small "
-        "text may yield fewer. Required with --input, except for --kind symbols, which takes all "
-        "characters of the text.",
+        "text may yield fewer. Required with --input, except for --kind symbols and words, which "
+        "take all characters or words of the text.",
     )
     add(
         "--from",
@@ -192,7 +193,7 @@ def run(arguments: argparse.Namespace) -> None:
         if not arguments.input:
             letters = ", unless --alphabet gives the letters" if kind == "symbols" else ""
             raise BadInput(f"--input is required for --kind {kind}{letters}")
-        if not arguments.vocab_size and kind != "symbols":
+        if not arguments.vocab_size and kind not in ("symbols", "words"):
             raise BadInput(f"--vocab-size is required for --kind {kind}")
         files = inputs.find_files(arguments.input, arguments.format)
         inputs.check_distinct({"--input": files})
@@ -203,11 +204,11 @@ def run(arguments: argparse.Namespace) -> None:
         most = arguments.vocab_size or MAX_PIECES
         with bad:
             tokenizer = learn(kind, files, most, not arguments.cased, options)
-        if kind != "symbols" and len(tokenizer) < arguments.vocab_size:
+        if kind != "symbols" and len(tokenizer) < (arguments.vocab_size or 0):
             note = " (the text yields no more)"
     with atomic_directory(output, arguments.overwrite) as directory:
         tokenizer.save(directory)
-    what = f"{tokenizer.kind} tokenizer of {len(tokenizer):,} pieces{note}"
+    what = f"{kind or tokenizer.kind} tokenizer of {len(tokenizer):,} pieces{note}"
     say(f"{output}: {what}, {time.monotonic() - started:.1f} s")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from xformer.data.tokenizers import (
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
+
+LEARNED = (*KINDS, "words")  # the kinds that `learn` knows; a tokenizer of words is one of symbols
 
 
 def wordpiece(
@@ -223,11 +226,12 @@ def learn(
 ) -> Tokenizer:
     """Learn a vocabulary of `vocab_size` pieces, special tokens included, from texts.
 
-    `kind` is wordpiece, bpe, unigram or symbols (all characters of the texts, at most
-    `vocab_size`). `lowercase` applies to WordPiece only. WordPiece and BPE learn fewer pieces if
-    the texts do not contain enough. `characters` are all characters of the texts: if they are
-    given, WordPiece learns the same pieces every time; otherwise it breaks ties at random. Raises
-    BadInput if `vocab_size` is too small for the characters, or too large for unigram to reach.
+    `kind` is wordpiece, bpe, unigram, symbols (all characters of the texts, at most `vocab_size`)
+    or words (the most frequent words between white space). `lowercase` applies to WordPiece only.
+    WordPiece, BPE and words learn fewer pieces if the texts do not contain enough. `characters` are
+    all characters of the texts: if they are given, WordPiece learns the same pieces every time;
+    otherwise it breaks ties at random. Raises BadInput if `vocab_size` is too small for the
+    characters, or too large for unigram to reach.
     """
     if vocab_size <= len(BERT_SPECIAL):
         raise BadInput(
@@ -236,13 +240,15 @@ def learn(
         )
     if kind == "symbols":
         return _train_symbols(texts, vocab_size)
+    if kind == "words":
+        return _train_words(texts, vocab_size)
     if kind == "unigram":
         return _train_unigram(texts, vocab_size)
     if kind == "wordpiece":
         return _train_wordpiece(texts, vocab_size, lowercase, characters or ())
     if kind == "bpe":
         return _train_bpe(texts, vocab_size)
-    raise BadInput(f"unknown kind {kind!r}: give one of {', '.join(KINDS)}")
+    raise BadInput(f"unknown kind {kind!r}: give one of {', '.join(LEARNED)}")
 
 
 def _train_symbols(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -256,6 +262,16 @@ def _train_symbols(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"tokens; give at least {len(letters) + len(BERT_SPECIAL)}"
         )
     return symbols(sorted(letters))
+
+
+def _train_words(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text.split())
+    for special in BERT_SPECIAL.values():
+        counts.pop(special, None)
+    ordered = sorted(counts, key=lambda word: (-counts[word], word))
+    return symbols(ordered[: vocab_size - len(BERT_SPECIAL)], separated=True)
 
 
 def _train_wordpiece(
