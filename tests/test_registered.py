@@ -208,7 +208,8 @@ def test_a_report_shows_margin_power_and_commit(file: Path, tmp_path: Path) -> N
     # two pairs that differ by 0 and 1 point
     wanted = detectable(2, tests=2) * np.std([0.0, 1.0], ddof=1)  # one test for each rate
     assert verdict.parts[0][1].detectable == pytest.approx(wanted)
-    assert f"- difference that its seeds detect (power 0.8): {wanted:.1f}, {wanted:.1f}\n" in text
+    detects = "distance from the margin that its seeds detect (power 0.8)"
+    assert f"- {detects}: {wanted:.1f}, {wanted:.1f}\n" in text
     assert f"| < 0.1 | {first[:9]} of 2001" in text
     assert "Registered: paired t over seed; a seed is a fine-tuning; planned ext" in text
     directory = plan.root / "letters-mini"
@@ -260,13 +261,43 @@ def test_a_registered_claim_waits_for_its_seeds(file: Path, tmp_path: Path) -> N
         finish(plan, score)
         verdict = verdicts(Results(plan))[0]
         states[registered, len(failed)] = verdict.state, verdict.needed
-        said = "3 of 4 registered seeds have all their scores: low +" in markdown_of(Results(plan))
+        said = "3 of 4 planned seeds have all their scores: low +" in markdown_of(Results(plan))
         assert said == ((registered, failed) == (4, (2, 3)))
     assert states == {
         (0, 2): ("holds", ""),
         (4, 0): ("holds", ""),
-        (4, 2): ("undecided", "4, as registered"),
+        (4, 2): ("undecided", "4, as planned"),
         (4, 1): ("holds", ""),
+    }
+
+
+@pytest.mark.usefixtures("data")
+def test_an_extension_that_has_begun_waits_for_all_its_seeds(file: Path, tmp_path: Path) -> None:
+    """Three seeds are registered, and the extension brings two. With one of the two there would be
+    a third test, but p is corrected for two."""
+    asked = REGISTRATION.replace("seeds.seed = 2", "seeds.seed = 3")
+    text = file.read_text().replace("vary.seed = [0, 1]", "vary.seed = [0, 1, 2, 3, 4]")
+    gain = [0.1, 0.11, 0.12, 0.1, 0.13]
+    states = {}
+    for extension, scored in (("two seeds", 3), ("two seeds", 4), ("two seeds", 5), ("none", 4)):
+        planned = asked.replace('extension = "none"', f'extension = "{extension}"')
+        file.write_text(text.replace(REGISTRATION, planned))
+        root = tmp_path / f"{extension} {scored}"
+        root.mkdir()
+        plan = plan_of(file, root, data=str(tmp_path / "data"))
+
+        def score(seed: str, start: str, rate: str, scored: int = scored) -> Any:
+            known = int(seed) < scored or start == "scratch"
+            return 0.5 + gain[int(seed)] * (start == "pretrained") if known else None
+
+        finish(plan, score)
+        verdict = verdicts(Results(plan))[0]
+        states[extension, scored] = verdict.state, verdict.needed
+    assert states == {
+        ("two seeds", 3): ("holds", ""),
+        ("two seeds", 4): ("undecided", "5, as planned"),
+        ("two seeds", 5): ("holds", ""),
+        ("none", 4): ("holds", ""),
     }
 
 

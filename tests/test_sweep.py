@@ -251,6 +251,22 @@ def test_a_sweep_of_seeds_reports_all_runs(store: Path, tmp_path: Path) -> None:
     assert "| all runs | 55.0 (50.0, 60.0) |" in text
 
 
+def test_runs_of_one_seed_count_once(store: Path, tmp_path: Path) -> None:
+    """Its orders are averaged first. Four orders of each seed do not make the interval narrower. A
+    seed without all its runs is left out."""
+    line = [f"data={store}", "seed=0..3", "seed.order=1,2,3,4", *TINY]
+    plan = plan_of(read(*line).text(tmp_path), tmp_path)
+    for run in plan.runs("run"):
+        seed, order = int(run.levels["seed"]), int(run.levels["seed.order"])
+        if (seed, order) == (3, 4):
+            continue  # this run is not finished
+        run.path.mkdir(parents=True)
+        metrics = {"valid": {"accuracy": 0.495 + 0.01 * seed + 0.002 * order}}
+        run.proof.write_text(json.dumps({"metrics": metrics, "seconds": 1.0}))
+    text = render(build_report(Results(plan), {}, tmp_path / "studies/x"), "md")
+    assert "Best on valid: all runs (valid 51.0 [48.5, 53.5] (3))" in text  # of 50, 51 and 52
+
+
 def test_a_number_with_three_levels_becomes_an_axis(store: Path, tmp_path: Path) -> None:
     """Such as the layer of a probe: the figure has its levels in order, and a line for each
     combination of the other settings. The table is still sorted by score."""

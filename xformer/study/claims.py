@@ -134,10 +134,10 @@ class Verdict:
     table: ScoreTable
     levels: tuple[str, ...]  # at each of which the claim is tested; one if on average
     parts: tuple[tuple[str, Difference, float | None], ...]  # (level of each, difference, Holm's p)
-    registered: str = ""  # the commit that held the claim first, or "exploratory"
     learnt: bool = True  # whether any of its runs is above chance
+    registered: str = ""  # the commit that held the claim first, or "exploratory"
     overall: tuple[float | None, ...] = ()  # Holm's p of each part over all tests of the study
-    seeds: int = 0  # that its registration asks for
+    seeds: int = 0  # that its registration, or a planned extension that has begun, asks for
 
     @property
     def margin(self) -> float:
@@ -152,8 +152,8 @@ class Verdict:
 
     @property
     def early(self) -> bool:
-        """Whether scores are missing that the registration asks for. Testing without them would be
-        a test that nobody planned."""
+        """Whether scores of `seeds` are missing. Testing without them would be a test that nobody
+        planned."""
         return bool(self.parts) and self.scored < self.seeds
 
     @property
@@ -190,7 +190,7 @@ class Verdict:
         if self.state != "undecided" or not self.learnt:
             return ""
         if self.early:
-            return f"{self.seeds}, as registered"
+            return f"{self.seeds}, as planned"
         open_parts = [d for _, d, p in self.parts if p is None or p > 1 - LEVEL]
         if not open_parts:  # a level of `each` has no scores yet
             return ""
@@ -215,7 +215,7 @@ class Verdict:
             parts.append(f"{level} {difference.words(digits)} ({small})".lstrip())
         floor = "" if self.learnt else "no run is above chance: "
         if self.early:
-            floor += f"{self.scored} of {self.seeds} registered seeds have all their scores: "
+            floor += f"{self.scored} of {self.seeds} planned seeds have all their scores: "
         return floor + "; ".join(parts) if parts else "no runs to compare"
 
 
@@ -254,9 +254,8 @@ def _verdict(results: Results, claim: Claim, table: ScoreTable) -> Verdict:
         (level, replace(difference, tests=tests), p)
         for (level, difference), p in zip(differences.items(), _adjusted(ps, looks), strict=True)
     ]
-    learnt, registration = _learnt(results, claim, table), results.study.registration
-    seeds = registration.seeds[SEED] if registration is not None else 0
-    return Verdict(claim, table, levels, tuple(parts), learnt=learnt, seeds=seeds)
+    verdict = Verdict(claim, table, levels, tuple(parts), _learnt(results, claim, table))
+    return replace(verdict, seeds=_seeds_due(results.study, verdict))
 
 
 def _over_study(verdicts: Sequence[Verdict], looks: int) -> list[Verdict]:
@@ -297,6 +296,25 @@ def published_difference(results: Results, verdict: Verdict, level: str) -> floa
 def _looks(study: Study) -> int:
     """How often each claim may be tested."""
     return study.registration.looks if study.registration else 1
+
+
+def _seeds_due(study: Study, verdict: Verdict) -> int:
+    """How many seeds the next test of a claim needs: those of the registration or, if a planned
+    extension has begun, all that the claim has at this scale."""
+    if study.registration is None:
+        return 0
+    registered = study.registration.seeds[SEED]
+    begun = study.registration.looks > 1 and verdict.scored > registered
+    return _pairs(study, verdict.claim) if begun else registered
+
+
+def _pairs(study: Study, claim: Claim) -> int:
+    """The number of seeds that both sides of a claim have at this scale."""
+    table = study.table(claim.table)
+    return min(
+        len(set.intersection(*(seeds_of(study, table, side, SEED) for side in claim.sides(level))))
+        for level in levels_of_claim(study, table, claim)
+    )
 
 
 def _learnt(results: Results, claim: Claim, table: ScoreTable) -> bool:
@@ -384,13 +402,8 @@ def _power(study: Study, claim: Claim) -> str:
     """The size of the difference that a registered claim's seeds find with probability 0.8, in
     words."""
     assert study.registration is not None
-    table = study.table(claim.table)
-    levels = levels_of_claim(study, table, claim)
-    pairs = min(
-        len(set.intersection(*(seeds_of(study, table, side, SEED) for side in claim.sides(level))))
-        for level in levels
-    )
-    tests = len(levels) * study.registration.looks
+    table, pairs = study.table(claim.table), _pairs(study, claim)
+    tests = len(levels_of_claim(study, table, claim)) * study.registration.looks
     margin = claim.margin * table.scale
     return (
         f"margin {margin:g}; with power {POWER:g}, {pairs} pairs detect a difference "

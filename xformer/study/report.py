@@ -374,7 +374,7 @@ def _facts(verdict: Verdict, shares: Shares) -> dict[str, str]:
     }
     if shares.study.registration is not None:
         facts["margin"] = f"{verdict.margin:g}"
-        facts["difference that its seeds detect (power 0.8)"] = _detectable(verdict)
+        facts["distance from the margin that its seeds detect (power 0.8)"] = _detectable(verdict)
     return {name: text for name, text in facts.items() if text}
 
 
@@ -602,7 +602,8 @@ def _interval(cell: Cell, digits: int) -> str:
     if cell.sample.interval is None:
         return cell.sample.words(digits)
     low, high = cell.sample.interval
-    return f"{cell.sample.mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}] ({len(cell.runs)})"
+    number = len(cell.sample.scores)
+    return f"{cell.sample.mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}] ({number})"
 
 
 def _column(table: ScoreTable, column: str) -> str:

@@ -105,6 +105,12 @@ def sample_of(scores: Sequence[float]) -> Sample:
     return Sample(tuple(scores), mean(scores), deviation, statistics.median(scores), interval)
 
 
+def _whole(scores: Sequence[float | None]) -> list[float]:
+    """Some scores; none if one of them is missing."""
+    known = [score for score in scores if score is not None]
+    return known if len(known) == len(scores) else []
+
+
 def mean_of(values: Sequence[Any]) -> Any:
     """The mean of some numbers or arrays."""
     return np.mean(values, axis=0) if isinstance(values[0], np.ndarray) else mean(values)
@@ -273,8 +279,7 @@ class Results:
         for score in self.scores(table, wanted):
             key = tuple(score.levels[factor] for factor in replicates)
             groups.setdefault(key, []).append(score.value)
-        whole = {k: [v for v in values if v is not None] for k, values in groups.items()}
-        return {k: mean_of(values) for k, values in whole.items() if len(values) == len(groups[k])}
+        return {k: mean_of(whole) for k, values in groups.items() if (whole := _whole(values))}
 
     def of_cell(self, table: ScoreTable, row: str, columns: Sequence[str]) -> list[Any]:
         """The means of some columns, for each replicate that has them all."""
@@ -343,8 +348,9 @@ class Results:
 
     def settings(self, stage: str, metric: str, sign: int) -> list[list[Cell]]:
         """A row of cells for each combination of the levels of a stage, a cell for each split with
-        the metric, over the seeds. If the runs have a split valid, the row with the best mean there
-        comes first."""
+        the metric, over the seeds. The runs of one seed with other `seed.*` are averaged first, and
+        a seed that lacks one is left out. If the runs have a split valid, the row with the best
+        mean there comes first."""
         scale = 100 if sign > 0 else 1
         groups: dict[str, list[Job]] = {}
         scores: dict[str, dict[str, float]] = {}  # by split and key
@@ -359,8 +365,12 @@ class Results:
             rows.append([])
             for split in sorted(scores, key=lambda split: split != "valid"):
                 runs = tuple(job for job in jobs if job.key in scores[split])
-                sample = sample_of([scores[split][job.key] for job in runs]) if runs else None
-                rows[-1].append(Cell(name, split, runs, sample, None))
+                by_seed: dict[str, list[float | None]] = {}
+                for job in jobs:
+                    score = scores[split].get(job.key)
+                    by_seed.setdefault(job.levels.get(SEED, job.key), []).append(score)
+                means = [mean(some) for some in map(_whole, by_seed.values()) if some]
+                rows[-1].append(Cell(name, split, runs, sample_of(means) if means else None, None))
         if "valid" in scores:
             rows.sort(key=lambda row: math.inf if row[0].value is None else -sign * row[0].value)
         return rows
