@@ -177,8 +177,11 @@ def survey(store: Store) -> dict[str, SplitSurvey]:
 def describe_store(store: Store, surveys: dict[str, SplitSurvey] | None = None) -> dict[str, Any]:
     """Rows, tokens, lengths, ids, entropies in nats and labels of every split, ready for JSON."""
     surveys = surveys or survey(store)
-    train = surveys["train"].counts if "train" in surveys else None
-    unknown = store.tokenizer().special["unk"]
+    tokenizer = store.tokenizer()
+    predicted = np.ones(store.vocab_size, bool)  # masked language modelling never predicts others
+    predicted[tokenizer.all_special] = False
+    train = surveys["train"].counts[predicted] if "train" in surveys else None
+    unknown = tokenizer.special["unk"]
     splits: dict[str, Any] = {}
     for name, split in surveys.items():
         counts, tokens = split.counts, int(split.counts.sum())
@@ -191,10 +194,11 @@ def describe_store(store: Store, surveys: dict[str, SplitSurvey] | None = None) 
         if tokens:
             entry["distinct_ids"] = int(np.count_nonzero(counts))
             entry["unknown_share"] = float(counts[unknown] / tokens)
-            entry["unigram_entropy"] = entropy(counts)
+        if (ordinary := counts[predicted]).any():
+            entry["unigram_entropy"] = entropy(ordinary)
             entry["unigram_perplexity"] = float(np.exp(entry["unigram_entropy"]))
             if train is not None:
-                entry["cross_entropy_under_train"] = cross_entropy(counts, train)
+                entry["cross_entropy_under_train"] = cross_entropy(ordinary, train)
         if split.labels is not None:
             entry["labels"] = split.labels
         splits[name] = entry
@@ -223,11 +227,11 @@ def say_description(about: dict[str, Any]) -> None:
                 f"median {lengths['median']:g}, max {lengths['max']}"
             )
         if "distinct_ids" in split:
-            say(
-                f"  {split['distinct_ids']:,} distinct ids, {split['unknown_share']:.3%} unknown; "
-                f"unigram entropy {abs(split['unigram_entropy']):.4f} nats "
-                f"(perplexity {split['unigram_perplexity']:,.1f})"
-            )
+            line = f"{split['distinct_ids']:,} distinct ids, {split['unknown_share']:.3%} unknown"
+            if "unigram_entropy" in split:
+                line += f"; unigram entropy {abs(split['unigram_entropy']):.4f} nats"
+                line += f" (perplexity {split['unigram_perplexity']:,.1f})"
+            say(f"  {line}")
         if "cross_entropy_under_train" in split:
             value = split["cross_entropy_under_train"]
             say(f"  cross-entropy under the training unigrams {value:.4f} nats")

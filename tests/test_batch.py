@@ -518,7 +518,7 @@ def test_a_foreign_store_names_the_mapping_for_its_case(tmp_path: Path) -> None:
     ):
         with pytest.raises(BadInput, match=words):
             mapping.build_mapping("none", store, BERT)
-    with pytest.raises(BadInput, match=r"of text again .*; for one of DNA, .* mapping=symbols:0"):
+    with pytest.raises(BadInput, match=r"for text make it again .*; for DNA, .* mapping=symbols:0"):
         mapping.check_foreign_store("none", "made.task")
     assert mapping.build_mapping("symbols:0", dna, BERT) is not None
 
@@ -537,6 +537,13 @@ def test_a_store_of_letters_is_made_for_a_model_of_letters(tmp_path: Path) -> No
     artificial = made_store(tmp_path / "words", words, [[5, 6]])
     with pytest.raises(BadInput, match="mapping=ids keeps the ids"):
         mapping.build_mapping("none", artificial, letters)
+    others = vocabularies.symbols([f"w{i}" for i in range(8)], separated=True)
+    again = "reads words, too: make it again with .*; for words of another kind .*; mapping=ids"
+    with pytest.raises(BadInput, match=again):
+        mapping.build_mapping("none", artificial, others)
+    english = made_store(tmp_path / "english", BERT, [[5, 6]])
+    with pytest.raises(BadInput, match="the model reads words, not text; mapping=ids keeps"):
+        mapping.build_mapping("none", english, words)
 
 
 def test_rows_of_a_column_are_counted_as_in_a_list() -> None:
@@ -555,7 +562,8 @@ def test_ids_must_fit_the_model(tmp_path: Path) -> None:
         is None
     )
     high = made_store(tmp_path / "high", wide, [[V, 3], [0]])
-    with pytest.raises(BadInput, match=r"the id 19 in .*high/train/tokens\.npy does not fit"):
+    wrong = r"the id 19 in .*high/train/tokens\.npy does not fit .* with model\.vocab_size=21"
+    with pytest.raises(BadInput, match=wrong):
         mapping.build_mapping("ids", high, BERT)
     assert (
         mapping.build_mapping("ids", high, BERT, embeddings=V + 1) is None

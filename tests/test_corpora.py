@@ -882,3 +882,9 @@ def test_a_long_document_is_cut_as_its_parts_would_be() -> None:
     assert "".join(segments) == words
     assert max(map(len, segments)) <= documents.SEGMENT
     assert all(segment.startswith(" w") for segment in segments[1:])
+    for gap in ("\t", "  ", "\n"):  # no single space
+        text = gap.join(f"w-{i}" for i in range(20_000))
+        segments = [segment for segment, _ in documents.whole_document(text, TextOptions())]
+        assert "".join(segments) == text
+        assert len(segments) > 3
+        assert all(segment.startswith(f"{gap}w-") for segment in segments[1:])

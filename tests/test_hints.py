@@ -334,16 +334,26 @@ def test_words_between_white_space_are_symbols(
     text.write_text("w7 w5\tw7 B\nw30 w7 w5 [MASK]\n\nb w5 B w7\n")
     line = ["tokenizer", "--kind", "words", "--input", text]
     preprocess(*line, "--output", tmp_path / "all")
-    assert "words tokenizer of 10 pieces, " in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "words tokenizer of 10 pieces, " in said.out
+    assert said.err == (
+        "note: special tokens in the text become [UNK]: [MASK] (1); spell them otherwise\n"
+    )
     words = checkpoints.tokenizers.load_tokenizer(tmp_path / "all")
     assert words.pieces[5:] == ["w7", "w5", "B", "b", "w30"]
     assert words.encode_batch(["w5 w30\nx w7"])[0].tolist() == [6, 9, words.special["unk"], 5]
     preprocess(*line, "--vocab-size", 8, "--output", tmp_path / "few")
+    assert "note: 2 of 6 words are left out: 16.7 % of the tokens become [UNK]\n" in (
+        capsys.readouterr().err
+    )
     few = checkpoints.tokenizers.load_tokenizer(tmp_path / "few")
     assert few.pieces[5:] == ["w7", "w5", "B"]
     assert few.decode(few.encode_batch(["w7 b"])[0]) == "w7 [UNK]"
     preprocess(*line, "--vocab-size", 30, "--output", tmp_path / "fewer")
     assert "words tokenizer of 10 pieces (the text yields no more), " in capsys.readouterr().out
+    text.write_text("[MASK] [SEP]\n")
+    with pytest.raises(BadInput, match=r"holds only special tokens, such as \[MASK\]"):
+        preprocess(*line, "--output", tmp_path / "none")
 
 
 # ------------------------------------------------------------------------------ paths

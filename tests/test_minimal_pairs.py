@@ -126,6 +126,8 @@ def test_words_of_each_kind(tmp_path: Path) -> None:
     assert [w.replace("+", "") for w in words_of(unigram, "the cat, unhappily")] == [
         *("▁the", "▁cat,", "▁unhappily")
     ]
+    separated = vocabularies.symbols(["w5", "w6"], separated=True)
+    assert words_of(separated, "w6 w5 w7") == ["w6", "w5", "[UNK]"]
     letters = vocabularies.symbols(["A", "C"])
     with pytest.raises(BadInput, match="does not split a text into words"):
         letters.encode_with_words(["AC"])

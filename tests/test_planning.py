@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +28,7 @@ from xformer.data.files import write_json
 from xformer.model.config import ModelConfig
 from xformer.preprocess import cli
 from xformer.preprocess.tasks import dna, glue, protein, tags
-from xformer.study.forecast import Forecast, made_kind
+from xformer.study.forecast import Forecast, TokenizerFacts, made_kind
 from xformer.study.notes import PLACEHOLDER, Notes, in_words, listed
 from xformer.study.plan import Plan
 from xformer.study.results import Results
@@ -419,6 +420,24 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(
         else:
             assert "jobs" in good(ended).out
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("size", [[], ["--vocab-size", "8192"]])
+def test_a_tokenizer_of_words_may_be_the_one_of_a_checkpoint(file: Path, size: list[str]) -> None:
+    """It is saved as one of symbols, and its text may have fewer words than --vocab-size."""
+    options = [*size, "--kind", "words", "--input", "{need.data}/train.txt"]
+    command = ["preprocess.py", "tokenizer", *options, "--output", "{out}"]
+    changed(
+        file,
+        ("[made.task]", f"[made.own]\ncommand = {command}\n[made.task]"),
+        ('"--tokenizer", "{made.task}"', '"--tokenizer", "{made.own}"'),
+    )
+    plan = plan_of(file, file.parent)
+    own = Forecast(plan).made(next(job for job in plan.jobs.values() if job.name == "made.own"))
+    trained = TokenizerFacts("runs/pre", 64, "words", fingerprint="1")
+    assert not own.tokenizer.is_other(trained)
+    for other in (replace(trained, symbols=""), replace(trained, symbols="letters")):
+        assert own.tokenizer.is_other(other)
 
 
 def test_a_split_that_a_store_lacks_is_refused(file: Path, tmp_path: Path) -> None:

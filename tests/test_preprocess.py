@@ -560,12 +560,12 @@ def test_stats(base, tmp_path):
     assert train["lengths"]["tokens"] == {"mean": 2.0, "min": 1, "median": 1.5, "max": 4}
     assert (train["rows"], train["tokens"], train["distinct_ids"]) == (4, 8, 5)
     assert train["unknown_share"] == 1 / 8
-    shares = np.array([4, 1, 1, 1, 1]) / 8
+    shares = np.array([4, 1, 1, 1]) / 7  # without [UNK]
     assert train["unigram_entropy"] == pytest.approx(-(shares * np.log(shares)).sum())
     assert train["unigram_perplexity"] == pytest.approx(np.exp(train["unigram_entropy"]))
     assert train["labels"] == {"x": 1, "y": 3}
-    # each training count plus one, over 9 pieces, so that C has 2 of 17
-    assert about["test"]["cross_entropy_under_train"] == pytest.approx(-np.log(2 / 17))
+    # each training count plus one, over 4 letters, so that C has 2 of 11
+    assert about["test"]["cross_entropy_under_train"] == pytest.approx(-np.log(2 / 11))
     assert about["test"]["labels"] == {"x": 0, "y": 0, "(none)": 1}
     assert "4 rows, 8 tokens" in said
     assert "12.500% unknown" in said

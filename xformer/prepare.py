@@ -269,23 +269,21 @@ def _notes(
             "of proteins"
         )
     at_random = mapping.parse(recipe.mapping)[0] in ("symbols", "unused")
-    if at_random and start.tokenizer.letters and (start.source or start.tokenizer).letters:
+    both = {start.tokenizer.symbols, (start.source or start.tokenizer).symbols}
+    if at_random and both == {"letters"}:
         notes.append(
             f"warning: mapping={recipe.mapping} exchanges letters at random; a store that is made "
             "with --tokenizer CHECKPOINT keeps them"
         )
     if recipe.init is not None and fresh:
+        why = " (the checkpoint has no MLM head; its decoder is tied to the word embeddings)"
         parts = _parts(fresh)
-        why = ""
-        if "mlm_head" in parts:
-            why = " (the checkpoint has no MLM head; its decoder is tied to the word embeddings)"
-        notes.append(f"new weights: {', '.join(parts)}{why}")
+        notes.append(f"new weights: {', '.join(parts)}{why if 'mlm_head' in parts else ''}")
     if dropped:
+        why = " (head=mlm trains no pooler, so a fine-tuning of this run begins with a new one)"
         parts = _parts(dropped)
-        why = ""
-        if "pooler" in parts and task.predicts_masked:
-            why = " (head=mlm trains no pooler, so a fine-tuning of this run begins with a new one)"
-        notes.append(f"dropped weights: {', '.join(parts)}{why}")
+        unused = task.predicts_masked and "pooler" in parts
+        notes.append(f"dropped weights: {', '.join(parts)}{why if unused else ''}")
     if task.head.class_weights:
         pairs = zip(task.head.labels, task.head.class_weights, strict=True)
         weights = ", ".join(f"{name} {weight:.3g}" for name, weight in pairs)

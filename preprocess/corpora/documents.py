@@ -4,10 +4,10 @@ In plain text, blank lines separate documents; with `--lines`, every line is a d
 formats, the format says what a document is.
 
 A long document comes in segments. They are cut where the tokenizers cut anyway: before a single
-space, at a line end, or between a punctuation mark and a Chinese or Japanese letter. So the ids of
-the segments are the ids of the whole document. There are two exceptions. A stretch of SEGMENT
-characters without such a place is cut anywhere. Unigram marks the start of a text, so it adds a
-mark if the cut is not at a space.
+space, at a line end of plain text, between a punctuation mark and a Chinese or Japanese letter, or
+else before other white space. So the ids of the segments are the ids of the whole document. There
+are two exceptions. A stretch of SEGMENT characters without such a place is cut anywhere. Unigram
+marks the start of a text, so it adds a mark if the cut is not at a space.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ SEGMENT = 2**15  # characters of a document encoded as one text
 # the last place before the end where a single space stands between words
 _LAST_SPACE = re.compile(r".*\S(?= \S)", re.DOTALL)
 _LAST_MARK = re.compile(rf".*[{MARKS}](?=[{EAST_ASIAN}])", re.DOTALL)
+_LAST_WHITE = re.compile(r".*\S(?=[ \t\r\n])", re.DOTALL)
 
 Segments = Iterator[tuple[str, bool]]  # (segment, does it end its document?)
 
@@ -200,13 +201,13 @@ def _pieces(path: Path, advance: Callable[[int], None], errors: str) -> Iterator
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Yield one or more parts of at most SEGMENT characters. All but the last part end before a
+    """Yield one or more parts of at most SEGMENT characters. All but the last part end before white
     space or after a punctuation mark, if there is such a place."""
     start = 0
     while len(text) - start > SEGMENT:
         stop = start + SEGMENT
-        place = _LAST_SPACE.match(text, start, stop) or _LAST_MARK.match(text, start, stop)
-        end = place.end() if place else stop
+        places = (last.match(text, start, stop) for last in (_LAST_SPACE, _LAST_MARK, _LAST_WHITE))
+        end = next((place.end() for place in places if place), stop)
         yield text[start:end]
         start = end
     yield text[start:] if start else text

@@ -519,7 +519,9 @@ def _add_distribution(parser: argparse.ArgumentParser, name: str) -> None:
             choices=("equal", "different"),
             default="equal",
             help="Whether the two tokens of a pair are equal, or two neighbours in the order of "
-            "frequency: the first and the second, the third and the fourth (default: %(default)s).",
+            "frequency: the first and the second, the third and the fourth. Then both occur nearly "
+            "equally often, and of an odd number of tokens the rarest does not occur (default: "
+            "%(default)s).",
         )
 
 

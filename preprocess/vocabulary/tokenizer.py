@@ -6,6 +6,7 @@ import argparse
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from ..arguments import add_output, add_skip_lines
 from ..bad import BadRows
 from ..corpora import inputs
 from ..corpora.documents import TextOptions, read_documents
+
+WORDS = "words"  # a kind of tokenizer that is saved as one of symbols
 
 
 def learn(
@@ -38,11 +41,33 @@ def learn(
             for text, _ in read_documents(paths, options, bar.advance):
                 characters.update(text)
 
+    counts: Counter[str] = Counter()  # of words
+
     def learned(texts: Iterator[str]) -> tokenizers.Tokenizer:
-        return vocabularies.learn(kind, texts, vocab_size, lowercase, characters)
+        if kind != WORDS:
+            return vocabularies.learn(kind, texts, vocab_size, lowercase, characters)
+        for text in texts:
+            counts.update(text.split())
+        return vocabularies.words(counts, vocab_size)
 
     with Progress("reading", total, "B") as bar:
-        return _Training(learned, paths, options, bar).result()
+        tokenizer = _Training(learned, paths, options, bar).result()
+    if kind == WORDS:
+        _say_unknown(counts, tokenizer)
+    return tokenizer
+
+
+def _say_unknown(counts: Counter[str], tokenizer: tokenizers.Tokenizer) -> None:
+    """Say which words of a text become the unknown token."""
+    total, special = counts.total(), {tokenizer.pieces[i] for i in tokenizer.special.values()}
+    if written := [word for word in counts if word in special]:
+        times = ", ".join(f"{word} ({counts[word]:,})" for word in sorted(written))
+        line = f"special tokens in the text become [UNK]: {times}; spell them otherwise"
+        say(f"note: {line}", error=True)
+    if rare := [word for word in counts if word not in tokenizer.ids]:
+        share = sum(counts[word] for word in rare) / total
+        line = f"{len(rare):,} of {len(counts):,} words are left out"
+        say(f"note: {line}: {100 * share:.3g} % of the tokens become [UNK]", error=True)
 
 
 class _Training(threading.Thread):
@@ -105,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--kind",
-        choices=vocabularies.LEARNED,
+        choices=(*tokenizers.KINDS, WORDS),
         help="The kind of tokenizer to train. wordpiece: BERT's. bpe: byte-level BPE, as in "
         "RoBERTa. unigram: SentencePiece. symbols: one id for each character. words: one id for "
         "each word between white space, the most frequent words first; all others are unknown.",
@@ -193,7 +218,7 @@ def run(arguments: argparse.Namespace) -> None:
         if not arguments.input:
             letters = ", unless --alphabet gives the letters" if kind == "symbols" else ""
             raise BadInput(f"--input is required for --kind {kind}{letters}")
-        if not arguments.vocab_size and kind not in ("symbols", "words"):
+        if not arguments.vocab_size and kind not in ("symbols", WORDS):
             raise BadInput(f"--vocab-size is required for --kind {kind}")
         files = inputs.find_files(arguments.input, arguments.format)
         inputs.check_distinct({"--input": files})
@@ -208,7 +233,8 @@ def run(arguments: argparse.Namespace) -> None:
             note = " (the text yields no more)"
     with atomic_directory(output, arguments.overwrite) as directory:
         tokenizer.save(directory)
-    what = f"{kind or tokenizer.kind} tokenizer of {len(tokenizer):,} pieces{note}"
+    name = WORDS if tokenizer.symbols == WORDS else tokenizer.kind
+    what = f"{name} tokenizer of {len(tokenizer):,} pieces{note}"
     say(f"{output}: {what}, {time.monotonic() - started:.1f} s")
 
 

@@ -19,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from xformer.checkpoint import Checkpoint
 from xformer.config import each_text, flat, toml_text
 from xformer.convert import hf
+from xformer.convert.describe import kind_of
 from xformer.convert.recorded import Training
 from xformer.data.store import Store
 
@@ -221,6 +222,7 @@ FILTERS = {
     "code": _code,
     "heading": _code_free,
     "commas": "{:,}".format,
+    "kind": kind_of,
     "show": show,
     "number": lambda value: f"{value:g}" if abs(value) >= 1e6 else f"{value}",
     "without_paths": _without_paths,

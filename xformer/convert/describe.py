@@ -11,6 +11,7 @@ from xformer.checkpoint import Checkpoint
 from xformer.convert import hf
 from xformer.data.errors import BadInput
 from xformer.data.files import installed, what_is
+from xformer.data.tokenizers import Tokenizer
 from xformer.model.config import ModelConfig
 
 SHOWN = 5  # class names, and entries of the history, that are shown at most
@@ -73,18 +74,24 @@ def _body(screen: _Screen, checkpoint: Checkpoint) -> None:
     spare = config.vocab_size - len(tokenizer)
     screen.add(
         "vocabulary",
-        f"{tokenizer.kind}, {len(tokenizer):,} pieces"
+        f"{kind_of(tokenizer)}, {len(tokenizer):,} pieces"
         + (f", and {spare:,} embeddings without a piece" if spare else ""),
         special,
     )
     if checkpoint.source is not None:
         screen.add(
             "raw input",
-            f"{checkpoint.source.kind}, {len(checkpoint.source):,} pieces, mapped to the model's",
+            f"{kind_of(checkpoint.source)}, {len(checkpoint.source):,} pieces, mapped to the "
+            "model's",
         )
     steps = [_record(record) for record in checkpoint.history]
     hidden = [f"... {len(steps) - SHOWN} more"] if len(steps) > SHOWN else []
     screen.add("history", *(hidden + steps[-SHOWN:] or ["none"]))
+
+
+def kind_of(tokenizer: Tokenizer) -> str:
+    """The kind of a tokenizer, in the words of `preprocess.py tokenizer`."""
+    return "words" if tokenizer.symbols == "words" else tokenizer.kind
 
 
 def _sizes(screen: _Screen, checkpoint: Checkpoint) -> None:

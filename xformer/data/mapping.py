@@ -52,9 +52,7 @@ def build_mapping(
     name, number = parse(spec)
     same = store.fingerprint == model.fingerprint
     if not same:
-        own = store.tokenizer()
-        letters = own.letters and model.letters
-        check_foreign_store(spec, store.name, own.kind == "symbols", letters)
+        check_foreign_store(spec, store.name, store.tokenizer().symbols, model.symbols)
     else:
         check_own_store(spec, store.name)
     if name == "ids":
@@ -79,29 +77,27 @@ def check_own_store(spec: str, store: object) -> None:
 
 
 def check_foreign_store(
-    spec: str, store: object, symbols: bool | None = None, letters: bool = False
+    spec: str, store: object, symbols: str | None = None, models: str | None = None
 ) -> None:
     """Raise BadInput if a mapping cannot be used with a store whose tokenizer is not the
-    checkpoint's. `store` is the store's name, and `symbols` says whether it holds letters, pitches
-    or other symbols instead of text (None: not known). `letters` says whether both are read letter
-    by letter, as DNA and proteins are."""
+    checkpoint's. `store` is the store's name. `symbols` and `models` are what has an id of its own
+    in the store and in the model (see Tokenizer.symbols; None: not known)."""
     name, _ = parse(spec)
-    if name == "none" and letters:
-        raise BadInput(
-            f"{store} was made with a different tokenizer from the checkpoint's, which reads "
-            "letters, too: make it again with --tokenizer CHECKPOINT"
-        )
     if name == "none":
-        case = {
-            True: "its symbols (letters, pitches) are not words: give mapping=symbols:0, which "
-            "replaces each with a random subword",
-            False: "make it again with --tokenizer CHECKPOINT",
-            None: "make a store of text again with --tokenizer CHECKPOINT; for one of DNA, protein "
-            "or music give mapping=symbols:0",
-        }[symbols]
+        again = "make it again with --tokenizer CHECKPOINT"
+        random = "give mapping=symbols:0, which replaces each with a random subword"
+        ids = "; mapping=ids keeps the ids, for models of artificial corpora"
+        if symbols and symbols == models:
+            remedy = f"the model reads {symbols}, too: {again}"
+            remedy += f"; for words of another kind {random}{ids}" if symbols == "words" else ""
+        elif symbols:
+            remedy = f"its symbols (letters, pitches) are not words: {random}{ids}"
+        elif symbols is None:
+            remedy = f"for text {again}; for DNA, proteins or music {random}{ids}"
+        else:
+            remedy = (f"the model reads {models}, not text" if models else again) + ids
         raise BadInput(
-            f"{store} was made with a different tokenizer from the checkpoint's; {case}; "
-            "mapping=ids keeps the ids, for models of artificial corpora"
+            f"{store} was made with a different tokenizer from the checkpoint's; {remedy}"
         )
     if name in ("shift", "random"):
         raise BadInput(
@@ -127,7 +123,8 @@ def _check_ids(store: Store, embeddings: int) -> None:
             if largest >= embeddings:
                 raise BadInput(
                     f"mapping=ids: the id {largest} in {store.name}/{split.name}/{column}.npy does "
-                    f"not fit the model's {embeddings} embeddings; give another mapping="
+                    f"not fit the model's {embeddings} embeddings; give another mapping=, or "
+                    f"pre-train with model.vocab_size={store.vocab_size}"
                 )
 
 

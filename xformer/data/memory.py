@@ -22,9 +22,8 @@ def split_of(
     """A split in memory with N `texts`, and with `texts_b` if the rows are pairs.
 
     `labels` are N class numbers or N scores, or (N, 2) spans of the second texts: a list, an array
-    or a tensor on the CPU. Raises
-    BadInput that names the first of the texts that is not a string, or if the labels are not
-    numbers, and ValueError if the numbers of texts and labels differ.
+    or a tensor on the CPU. Raises BadInput that names the first of the texts that is not a string,
+    or if the labels are not numbers, and ValueError if the numbers of texts and labels differ.
     """
     columns: dict[str, Any] = {"tokens": _ragged(tokenizer, texts)}
     if texts_b is not None:

@@ -355,7 +355,8 @@ def _tokenizer_json(source: _Source) -> Tokenizer:
     fast = source.fast
     unknown = BadInput(
         f"{source.file} is not BERT's WordPiece, RoBERTa's or ModernBERT's byte-level BPE, or the "
-        "unigram model of ALBERT, XLM-RoBERTa or CamemBERT"
+        "unigram model of ALBERT, XLM-RoBERTa or CamemBERT; for words between white space train "
+        "one with --kind words --input FILE"
     )
     try:
         if (own := _own(source, fast)) is not None:

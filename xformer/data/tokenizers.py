@@ -118,9 +118,10 @@ class Tokenizer:
         return sorted({*self.special.values(), *further})
 
     @property
-    def letters(self) -> bool:
-        """Whether the text is read letter by letter, as DNA and proteins are."""
-        return self.kind == "symbols" and not self.meta["separated"]
+    def symbols(self) -> str:
+        """What has an id of its own: "letters", as in DNA and proteins, or "words", which are
+        separated by white space. "" if words are cut into pieces."""
+        return symbols_of(self.meta)
 
     @property
     def segments(self) -> bool:
@@ -180,7 +181,9 @@ class Tokenizer:
             return [
                 (ids, np.cumsum(begins[ids], dtype=np.int32)) for ids in self.encode_batch(texts)
             ]
-        if self.kind == "symbols" or self._model.pre_tokenizer is None:
+        if self.symbols == "words":
+            return [(ids, np.arange(len(ids), dtype=np.int32)) for ids in self.encode_batch(texts)]
+        if self.symbols or self._model.pre_tokenizer is None:
             raise BadInput("the tokenizer does not split a text into words")
         encodings = self._model.encode_batch(list(texts), add_special_tokens=False)
         return [
@@ -321,6 +324,11 @@ def model_directory(directory: str | Path) -> Path:
     path = installed(directory)
     put_back(path)
     return selected(path)
+
+
+def symbols_of(meta: dict[str, Any]) -> str:
+    """The property `symbols` of the tokenizer with this meta file."""
+    return "" if meta["kind"] != "symbols" else "words" if meta["separated"] else "letters"
 
 
 def _runs_sentencepiece(meta: dict[str, Any]) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,6 @@ from xformer.data.tokenizers import (
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
-
-LEARNED = (*KINDS, "words")  # the kinds that `learn` knows; a tokenizer of words is one of symbols
 
 
 def wordpiece(
@@ -180,6 +177,19 @@ def symbols(alphabet: Iterable[str], separated: bool = False) -> Tokenizer:
     return Tokenizer(meta, [*BERT_SPECIAL.values(), *letters])
 
 
+def words(counts: Mapping[str, int], vocab_size: int) -> Tokenizer:
+    """A tokenizer of symbols that are separated by white space: the words with the largest counts,
+    without special tokens. Words with equal counts are sorted. It has at most `vocab_size` pieces.
+
+    Raises BadInput if there is no word.
+    """
+    ordinary = counts.keys() - BERT_SPECIAL.values()
+    if not ordinary:
+        raise BadInput("the text holds only special tokens, such as [MASK]; give text with words")
+    ordered = sorted(ordinary, key=lambda word: (-counts[word], word))
+    return symbols(ordered[: vocab_size - len(BERT_SPECIAL)], separated=True)
+
+
 def unigram(path: Path) -> Tokenizer:
     """The tokenizer of a SentencePiece model, with only the model's own normalisation."""
     return _unigram(sentencepiece_model(path))
@@ -226,12 +236,11 @@ def learn(
 ) -> Tokenizer:
     """Learn a vocabulary of `vocab_size` pieces, special tokens included, from texts.
 
-    `kind` is wordpiece, bpe, unigram, symbols (all characters of the texts, at most `vocab_size`)
-    or words (the most frequent words between white space). `lowercase` applies to WordPiece only.
-    WordPiece, BPE and words learn fewer pieces if the texts do not contain enough. `characters` are
-    all characters of the texts: if they are given, WordPiece learns the same pieces every time;
-    otherwise it breaks ties at random. Raises BadInput if `vocab_size` is too small for the
-    characters, or too large for unigram to reach.
+    `kind` is wordpiece, bpe, unigram or symbols (all characters of the texts, at most
+    `vocab_size`). `lowercase` applies to WordPiece only. WordPiece and BPE learn fewer pieces if
+    the texts do not contain enough. `characters` are all characters of the texts: if they are
+    given, WordPiece learns the same pieces every time; otherwise it breaks ties at random. Raises
+    BadInput if `vocab_size` is too small for the characters, or too large for unigram to reach.
     """
     if vocab_size <= len(BERT_SPECIAL):
         raise BadInput(
@@ -240,15 +249,13 @@ def learn(
         )
     if kind == "symbols":
         return _train_symbols(texts, vocab_size)
-    if kind == "words":
-        return _train_words(texts, vocab_size)
     if kind == "unigram":
         return _train_unigram(texts, vocab_size)
     if kind == "wordpiece":
         return _train_wordpiece(texts, vocab_size, lowercase, characters or ())
     if kind == "bpe":
         return _train_bpe(texts, vocab_size)
-    raise BadInput(f"unknown kind {kind!r}: give one of {', '.join(LEARNED)}")
+    raise BadInput(f"unknown kind {kind!r}: give one of {', '.join(KINDS)}")
 
 
 def _train_symbols(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -262,16 +269,6 @@ def _train_symbols(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"tokens; give at least {len(letters) + len(BERT_SPECIAL)}"
         )
     return symbols(sorted(letters))
-
-
-def _train_words(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(text.split())
-    for special in BERT_SPECIAL.values():
-        counts.pop(special, None)
-    ordered = sorted(counts, key=lambda word: (-counts[word], word))
-    return symbols(ordered[: vocab_size - len(BERT_SPECIAL)], separated=True)
 
 
 def _train_wordpiece(

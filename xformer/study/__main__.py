@@ -79,7 +79,7 @@ class Arguments(Execution):
 
     scale: str = ""
     """A scale of the study file, if it has scales. mini: minutes to hours on two CPU cores. small:
-    small encoders (4 layers, 256 wide) on full fine-tuning sets, hours to days. full: published
+    small encoders (2 or 4 layers) on full fine-tuning sets, hours to days. full: published
     weights of a small encoder on one to three full sets, about an hour. short: small modern
     encoders that the study pre-trains first, one to three hours. paper: exactly as published."""
     needs: dict[str, str] = Field({})

@@ -27,7 +27,7 @@ from xformer.data.errors import BadInput
 from xformer.data.files import installed, read_json, read_run_json
 from xformer.data.joined import open_stores
 from xformer.data.store import ORDER, no_store
-from xformer.data.tokenizers import META
+from xformer.data.tokenizers import META, symbols_of
 from xformer.model.config import DROPOUT, ModelConfig
 from xformer.prepare import check_data, check_model, with_dropout
 from xformer.recipe import Recipe
@@ -45,6 +45,7 @@ from xformer.tasks.task import HIGHER, Head, Task
 SCORES = ("glue/stsb", "protein/stability", "protein/fluorescence")
 TAGS = ("conll", "protein/secondary", "protein/conservation")
 OPEN = ("tsv", "dna", "protein")
+ALPHABETS = {"dna": "letters", "protein": "letters", "music": "words"}  # of a task's own tokenizer
 # what reading a file can raise if it is missing or damaged
 UNREADABLE = (BadInput, KeyError, TypeError, ValueError, OSError)
 SPECIAL = 5  # tokens that every tokenizer of `preprocess.py tokenizer` has beside its letters
@@ -53,13 +54,12 @@ SPECIAL = 5  # tokens that every tokenizer of `preprocess.py tokenizer` has besi
 @dataclass(frozen=True)
 class TokenizerFacts:
     """A tokenizer. Two with the same `maker` are equal. `size` is the number of its pieces, special
-    ones included. `letters` says whether each symbol is one id, `alphabet` whether each is known to
-    be one letter, and `learned` whether `preprocess.py tokenizer` trains it."""
+    ones included. `symbols` is that of a Tokenizer, and `learned` says whether `preprocess.py
+    tokenizer` trains it."""
 
     maker: str
     size: int | None = None
-    letters: bool | None = None
-    alphabet: bool = False
+    symbols: str | None = None
     learned: bool = False
     fingerprint: str | None = None
 
@@ -73,7 +73,7 @@ class TokenizerFacts:
             return self.fingerprint != than.fingerprint
         if self.maker == than.maker:
             return False
-        pairs = ((self.size, than.size), (self.letters, than.letters))
+        pairs = ((self.size, than.size), (self.symbols, than.symbols))
         differ = any(None not in pair and pair[0] != pair[1] for pair in pairs)
         return differ or (self.learned and than.learned)
 
@@ -206,7 +206,7 @@ class Forecast:
         source: str | None = None  # where the tokenizer comes from
         match job.command:
             case ("-m", "xformer.convert", "from-hf", directory, *_):
-                tokenizer = replace(tokenizer, letters=False)
+                tokenizer = replace(tokenizer, symbols="")
                 with suppress(*UNREADABLE):
                     shape = hf.read_shape(Path(directory))
             case ("-m", "xformer.surgery", before, _, *given):
@@ -221,11 +221,12 @@ class Forecast:
             case ("preprocess.py", "synthetic", _, *options):
                 size, other = (option_of(options, o) for o in ("--vocab-size", "--frequencies"))
                 most = int(size) if size else self.at(other).tokenizer.size if other else None
-                tokenizer = TokenizerFacts(f"numbers {most or job.key}", most, letters=True)
+                tokenizer = TokenizerFacts(f"numbers {most or job.key}", most, symbols="words")
             case ("preprocess.py", "pairs", store, *_) if not store.startswith("-"):
                 source = store
             case ("preprocess.py", "text" | "task", *options):
-                tokenizer = replace(tokenizer, letters=True)
+                family = options[0].split("/")[0] if options else ""
+                tokenizer = replace(tokenizer, symbols=ALPHABETS.get(family))
                 source = option_of(options, "--tokenizer")
         tokenizer = self.at(source).tokenizer if source else tokenizer
         return Facts(job.name, tokenizer, shape, made_kind(job.command))
@@ -388,9 +389,8 @@ class Forecast:
         self._check_surgery(self.at(recipe.init), recipe.surgery)
         model = self.made(job)
         if store.tokenizer.is_other(model.tokenizer):
-            own = store.tokenizer
-            alphabets = own.alphabet and model.tokenizer.alphabet
-            mapping.check_foreign_store(recipe.mapping, store.name, own.letters, alphabets)
+            symbols = store.tokenizer.symbols, model.tokenizer.symbols
+            mapping.check_foreign_store(recipe.mapping, store.name, *symbols)
         elif store.tokenizer.is_same(model.tokenizer):
             mapping.check_own_store(recipe.mapping, store.name)
         pieces = (model.shape.vocab_size if model.shape else 0) or model.tokenizer.size
@@ -464,9 +464,8 @@ def _read(path: Path, facts: Facts) -> Facts:
         facts = replace(facts, shape=shape)
     with suppress(*UNREADABLE):
         meta = read_json(path / META)
-        size, letters = int(meta["vocab_size"]), meta["kind"] == "symbols"
-        alphabet, fingerprint = letters and not meta["separated"], str(meta["fingerprint"])
-        sure = TokenizerFacts(str(path), size, letters, alphabet, fingerprint=fingerprint)
+        size, fingerprint = int(meta["vocab_size"]), str(meta["fingerprint"])
+        sure = TokenizerFacts(str(path), size, symbols_of(meta), fingerprint=fingerprint)
         facts = replace(facts, tokenizer=sure)
     return facts
 
@@ -515,8 +514,11 @@ def _learned(unknown: TokenizerFacts, options: Sequence[str]) -> TokenizerFacts:
     kind, size = option_of(options, "--kind"), option_of(options, "--vocab-size")
     alphabet = option_of(options, "--alphabet")
     pieces = len(set(alphabet)) + SPECIAL if alphabet else int(size) if size else None
-    letters = None if kind is None else kind == "symbols"
-    return replace(unknown, size=pieces, letters=letters, learned="--from" not in options)
+    if kind == "words":  # a text usually has fewer
+        pieces = None
+    symbols = {"symbols": "letters", "words": "words", None: "letters" if alphabet else None}
+    known = symbols.get(kind, "")
+    return replace(unknown, size=pieces, symbols=known, learned="--from" not in options)
 
 
 def option_of(command: Sequence[str], name: str) -> str | None:
