@@ -88,7 +88,7 @@ gpu:
 gpu-pack: .venv/ready
 	$(BIN)/pip download --quiet --constraint constraints.txt --no-deps --only-binary=:all: --dest .gpu \
 	  --python-version 3.12 --implementation cp --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-	  pydantic pydantic-core annotated-types typing-inspection pytest pluggy iniconfig pygments setuptools
+	  pydantic pydantic-core annotated-types typing-inspection pytest pluggy iniconfig pygments safetensors setuptools
 
 clean:
 	rm -rf .venv build site *.egg-info xformer/ops/_native*.so

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,8 +106,11 @@ def flags() -> Iterator[None]:
     """PyTorch's flags are restored afterwards."""
     matmul, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     yield
+    backends: Any = torch.backends
+    backends.fp32_precision = "none"
     torch.set_float32_matmul_precision(matmul)
     torch.backends.cudnn.allow_tf32 = convolutions
+    backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "none"
 
 
 @pytest.mark.usefixtures("flags")
@@ -119,6 +123,11 @@ def test_tf32_sets_all_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is wanted
         assert (torch.get_float32_matmul_precision() == "high") is wanted
         assert torch.backends.cudnn.allow_tf32 is wanted
+    backends: Any = torch.backends
+    backends.fp32_precision = "tf32"  # as another program may
+    precision.use_tf32(CUDA, False)
+    for part in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+        assert part.fp32_precision == "ieee"
     capability = (7, 5)
     precision.use_tf32(CUDA, False)
     with pytest.raises(BadInput, match=r"system\.tf32=true: this GPU has no TF32"):

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from xformer.data.errors import Failure
 from xformer.data.files import RUN_MANIFEST, read_json, write_json
 from xformer.monitor import cut_log, records
 from xformer.ops import native
-from xformer.parallel import watch
+from xformer.parallel import processes, watch
 from xformer.writer import BackgroundWriter
 
 STEPS = [
@@ -650,3 +651,25 @@ def test_a_watch_that_is_closed_leaves_no_thread(monkeypatch: pytest.MonkeyPatch
         one.close()
         assert not any(thread.is_alive() for thread in one.threads)
     assert store.get("0") == watch.ENDED.encode()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_that_fails_does_not_leave_a_group_of_nccl(
+    monkeypatch: pytest.MonkeyPatch, backend: str, fails: bool
+) -> None:
+    """NCCL's ranks leave it together, so it would wait for the others, and these for it. They end
+    when they no longer hear of it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(watch.Watch, "_meet", lambda self, device: store)
+    monkeypatch.setattr(processes, "_watches", [watch.Watch(0, 2, torch.device("cpu"))])
+    left: list[str] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(backend))
+    with pytest.raises(Failure) if fails else nullcontext(), processes.group():
+        if fails:
+            raise Failure("the disk is full")
+    stays = fails and backend == "nccl"
+    assert left == ([] if stays else [backend])
+    assert store.check(["0"]) is not stays  # it says that it ended only if it left

@@ -69,7 +69,8 @@ class Profiler:
         self.steps += 1
         if not self.active or self.steps not in (SKIP, SKIP + STEPS):
             return 0.0
-        self._wait()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
         if self.trace is None:
             self.trace = torch.profiler.profile()  # CPU, and CUDA if there is a device
@@ -91,10 +92,6 @@ class Profiler:
         text = path.with_name(path.name.replace(".pt.trace.json.gz", ".txt"))
         text.write_text("\n".join([title, *lines]) + "\n")
         self.say(title, *lines, f"trace: {path}")
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def summary(events: Iterable[Any], seconds: float, cuda: bool) -> list[str]:

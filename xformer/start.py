@@ -62,6 +62,9 @@ def run(main: Callable[[], None]) -> None:
         status, lines = 1, (reason(error),)
     if rank_zero:
         say(*(one_line(f"error: {x}" if status < 128 else x) for x in lines), error=True)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():  # see xformer.parallel.processes
+        os._exit(status)
     sys.exit(status)
 
 

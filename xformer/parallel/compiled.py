@@ -84,6 +84,7 @@ def compile_parts(
         return reason or type(error).__name__
     finally:
         model.zero_grad()
+        torch.cuda.empty_cache()  # CUDA graphs compute on another stream, which cannot reuse it
     return ""
 
 

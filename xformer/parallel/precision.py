@@ -6,7 +6,7 @@ docs/precision.md has the measurements behind `reason_for_bf16`, and curves of b
 from __future__ import annotations
 
 import time
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -99,7 +99,9 @@ def use_tf32(device: torch.device, wanted: bool) -> None:
             "system.tf32=true: this GPU has no TF32, which needs compute capability 8.0 or more; "
             "leave it out"
         )
-    # PyTorch has older and newer flags for TF32, and raises an error if a program has set some of
-    # each. This function sets both alike.
+    # PyTorch has older and newer flags for TF32, and raises an error if they differ. An older flag
+    # that is false leaves the newer one to a setting of all of PyTorch.
     torch.set_float32_matmul_precision("high" if wanted else "highest")
-    torch.backends.cudnn.allow_tf32 = wanted
+    cudnn: Any = torch.backends.cudnn
+    cudnn.allow_tf32 = wanted
+    cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32" if wanted else "ieee"

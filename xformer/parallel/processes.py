@@ -233,20 +233,26 @@ def group() -> Iterator[None]:
 
     torchrun ends all ranks when the first one exits, and rank 0 reports errors that all ranks have.
     So the other ranks wait GRACE seconds, and report the error themselves only if they still run.
+
+    After an error a rank stays in a group of NCCL, because all ranks of a node must leave it
+    together (NCCL's manual, ncclCommDestroy), and the others may wait for a collective. They end
+    when they no longer hear of this rank. `xformer.start` then ends it without destructors.
     """
-    rank = os.environ.get("RANK", "0")
+    rank, stays = os.environ.get("RANK", "0"), True
     try:
         with _named():
             yield
+        stays = False
     except (BadInput, Failure) as error:
         if rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(GRACE)
             say(f"error: rank {rank}: {error}", error=True)
         raise
     finally:
+        stays = stays and dist.is_initialized() and dist.get_backend() == "nccl"
         while _watches:
-            _watches.pop().close()
-        if dist.is_initialized():
+            _watches.pop().close(says_so=not stays)
+        if dist.is_initialized() and not stays:
             # The traceback of an error may keep DistributedDataParallel alive, which keeps the
             # group. If that is the last reference, the group's destructor holds the GIL while it
             # waits for its threads, and these may wait for the GIL. Dropping a Python reference

@@ -116,8 +116,8 @@ class Watch:
             time.sleep(BEAT)
         return ""
 
-    def close(self) -> None:
-        """Report that this rank ends normally.
+    def close(self, says_so: bool = True) -> None:
+        """Stop, and report that this rank ends normally if `says_so` is true.
 
         Its threads end first: if one is in a call of the store while Python ends, the process
         aborts.
@@ -126,7 +126,8 @@ class Watch:
         for thread in self.threads:
             thread.join(LEAVE)  # it takes longer only if rank 0 is gone
         with suppress(RuntimeError):
-            self.store.set(str(self.rank), ENDED)
+            if says_so:
+                self.store.set(str(self.rank), ENDED)
 
 
 def _step(report: bytes) -> int:
