@@ -7,6 +7,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,10 +156,19 @@ def test_similarities_without_fine_tuning(tmp_path: Path) -> None:
     lines = ["index\tsentence1\tsentence2\tscore"]
     lines += [f"{i}\t{one}\t{other}\t{score}" for i, (one, other, score) in enumerate(pairs)]
     path.write_text("\n".join(lines), encoding="utf-8")
-    measured = stsb.correlations(path, ["micro/english"])
-    assert measured["words in common"] == pytest.approx(1)
+    arrays = {"outputs": np.array([[3], [4], [2], [1]], np.float32), "label": [5, 3, 1, 1]}
+    for name, labels in (("run", [5, 3, 1, 1]), ("other", [5, 3, 1, 2])):
+        np.savez(tmp_path / "valid.npz", **{**arrays, "label": np.array(labels, np.float32)})
+        with zipfile.ZipFile(tmp_path / f"{name}.zip", "w") as parts:
+            parts.write(tmp_path / "valid.npz", "predictions/valid.npz")
+    measured = stsb.correlations(path, ["micro/english", str(tmp_path / "run.zip")])
+    assert measured["words in common"] == pytest.approx((1,))
+    both = [stats.spearmanr([3, 4, 2, 1], x)[0] for x in ([5, 3, 1, 1], [1, 1 / 3, 0, 0])]
+    assert measured[str(tmp_path / "run.zip")] == pytest.approx(tuple(both))
+    with pytest.raises(ValueError, match=r"other\.zip was not scored on this file"):
+        stsb.correlations(path, [str(tmp_path / "other.zip")])
     vectors = checkpoint.load("micro/english").encode([text for pair in pairs for text in pair[:2]])
     a, b = vectors[::2], vectors[1::2]
     cosines = (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
     scores = [score for *_, score in pairs]
-    assert measured["micro/english"] == pytest.approx(stats.spearmanr(cosines, scores)[0])
+    assert measured["micro/english"] == pytest.approx((stats.spearmanr(cosines, scores)[0],))
