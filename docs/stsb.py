@@ -3,21 +3,25 @@ encoders predict them from.
 
     python docs/stsb.py GLUE/STS-B/dev.tsv [CHECKPOINT | results/KEY.zip ...]
 
-Prints Spearman's correlation, times 100, of the scores of the data set with
+Prints Spearman's correlations, times 100. The first column is with the scores of the data set:
 
-- the words in common: the number of distinct words that both sentences have, divided by the number
-  that either has (Jaccard's index), in lower case;
-- for each checkpoint, the cosine of the sentences' vectors (the mean over their tokens);
-- for each kept run, its predictions. Beside it stands their correlation with the words in common.
+- of the words in common: the number of distinct words that both sentences have, divided by the
+  number that either has (Jaccard's index), in lower case;
+- of the same share if a word counts by its rarity, log(N / (1 + n)), where n of the N sentences in
+  the train.tsv beside the file have it;
+- of each checkpoint's cosine of the sentences' vectors (the mean over their tokens);
+- of each kept run's predictions. Two more columns are their correlations with the two shares.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import re
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +29,33 @@ from scipy import stats
 
 from xformer import checkpoint as checkpoints
 
+Numbers = Sequence[float] | np.ndarray
 
-def shared(one: str, other: str) -> float:
-    """The share of the words of two sentences that both have; 0 if neither has a word."""
-    a, b = (set(re.findall(r"\w+", sentence.lower())) for sentence in (one, other))
-    return len(a & b) / max(1, len(a | b))
+
+def words_of(sentence: str) -> set[str]:
+    """The distinct words of a sentence, in lower case."""
+    return set(re.findall(r"\w+", sentence.lower()))
+
+
+def shared(one: str, other: str, weight: Callable[[str], float] = lambda word: 1.0) -> float:
+    """The share of the words of two sentences that both have, by weight; 0 if neither has any."""
+    a, b = words_of(one), words_of(other)
+    either = sum(map(weight, sorted(a | b)))
+    return sum(map(weight, sorted(a & b))) / either if either else 0.0
+
+
+def rarity(sentences: Iterable[str]) -> Callable[[str], float]:
+    """The weight of a word: log(N / (1 + n)), where n of the N sentences have it."""
+    every = list(map(words_of, sentences))
+    counts = Counter(word for words in every for word in words)
+    return lambda word: math.log(len(every) / (1 + counts[word]))
+
+
+def read(path: Path) -> tuple[list[str], list[str], np.ndarray]:
+    """The pairs and scores of a file of GLUE. They are its last three columns."""
+    lines = path.read_text(encoding="utf-8").splitlines()[1:]
+    one, other, scores = zip(*(line.split("\t")[-3:] for line in lines), strict=True)
+    return list(one), list(other), np.array(list(map(float, scores)))
 
 
 def kept_predictions(run: str, scores: np.ndarray) -> np.ndarray:
@@ -43,22 +69,27 @@ def kept_predictions(run: str, scores: np.ndarray) -> np.ndarray:
     return np.asarray(kept["outputs"][:, 0])
 
 
-def spearman(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:
+def spearman(a: Numbers, b: Numbers) -> float:
     """Spearman's correlation."""
     return float(stats.spearmanr(a, b)[0])
 
 
 def correlations(path: Path, names: Sequence[str] = ()) -> dict[str, tuple[float, ...]]:
-    """Spearman's correlations for a file of GLUE, whose last three columns are a pair and its
-    score: with the scores, and for kept runs with the words in common."""
-    lines = path.read_text(encoding="utf-8").splitlines()[1:]
-    one, other, written = zip(*(line.split("\t")[-3:] for line in lines), strict=True)
-    scores, words = np.array(list(map(float, written))), list(map(shared, one, other))
-    every: dict[str, tuple[float, ...]] = {"words in common": (spearman(words, scores),)}
+    """Spearman's correlations for a file of GLUE: with its scores, and of kept runs also with the
+    two shares of words."""
+    one, other, scores = read(path)
+    train = read(path.with_name("train.tsv"))
+    weight = rarity([*train[0], *train[1]])
+    plain = list(map(shared, one, other))
+    rare = [shared(a, b, weight) for a, b in zip(one, other, strict=True)]
+    every: dict[str, tuple[float, ...]] = {
+        "words in common": (spearman(plain, scores),),
+        "words in common, by rarity": (spearman(rare, scores),),
+    }
     for name in names:
         if name.endswith(".zip"):
             predicted = kept_predictions(name, scores)
-            every[name] = spearman(predicted, scores), spearman(predicted, words)
+            every[name] = tuple(spearman(predicted, with_) for with_ in (scores, plain, rare))
         else:
             checkpoint = checkpoints.load(name)
             a, b = (checkpoint.encode(sentences, normalize=True) for sentences in (one, other))
@@ -67,11 +98,8 @@ def correlations(path: Path, names: Sequence[str] = ()) -> dict[str, tuple[float
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
-        print("error: give the file dev.tsv of STS-B", file=sys.stderr)
+    if len(sys.argv) < 2 or not Path(sys.argv[1]).with_name("train.tsv").is_file():
+        print("error: give the file dev.tsv of STS-B, with train.tsv beside it", file=sys.stderr)
         sys.exit(2)
     for name, values in correlations(Path(sys.argv[1]), sys.argv[2:]).items():
-        with_words = "".join(
-            f", with the words in common {100 * value:.1f}" for value in values[1:]
-        )
-        print(f"{100 * values[0]:.1f}  {name}{with_words}")
+        print("  ".join(f"{100 * value:5.1f}" for value in values), f" {name}")

@@ -151,20 +151,28 @@ def test_similarities_without_fine_tuning(tmp_path: Path) -> None:
     stsb = script("stsb")
     assert stsb.shared("A man, a plan.", "the plan of A MAN") == 3 / 5
     assert stsb.shared("a", "b") == stsb.shared("", "!") == 0
+    weight = stsb.rarity(["a b", "A c", "a a", "d"])
+    assert [weight(word) for word in "abx"] == pytest.approx(np.log([4 / 4, 4 / 2, 4 / 1]))
+    assert stsb.shared("a b", "b x", weight) == pytest.approx(np.log(2) / np.log(8))
     path = tmp_path / "dev.tsv"
     pairs = [("a b", "a b", 5), ("a b", "b c", 3), ("a b", "c d", 1), ("a", "b", 1)]
     lines = ["index\tsentence1\tsentence2\tscore"]
     lines += [f"{i}\t{one}\t{other}\t{score}" for i, (one, other, score) in enumerate(pairs)]
     path.write_text("\n".join(lines), encoding="utf-8")
-    arrays = {"outputs": np.array([[3], [4], [2], [1]], np.float32), "label": [5, 3, 1, 1]}
+    train = [f"{i}\t{text}\t{text}\t1" for i, text in enumerate(["a", "a b", "c", "d", "e"])]
+    (tmp_path / "train.tsv").write_text("\n".join([lines[0], *train]), encoding="utf-8")
+    outputs = np.array([[3], [4], [2], [1]], np.float32)
     for name, labels in (("run", [5, 3, 1, 1]), ("other", [5, 3, 1, 2])):
-        np.savez(tmp_path / "valid.npz", **{**arrays, "label": np.array(labels, np.float32)})
+        np.savez(tmp_path / "valid.npz", outputs=outputs, label=np.array(labels, np.float32))
         with zipfile.ZipFile(tmp_path / f"{name}.zip", "w") as parts:
             parts.write(tmp_path / "valid.npz", "predictions/valid.npz")
     measured = stsb.correlations(path, ["micro/english", str(tmp_path / "run.zip")])
     assert measured["words in common"] == pytest.approx((1,))
-    both = [stats.spearmanr([3, 4, 2, 1], x)[0] for x in ([5, 3, 1, 1], [1, 1 / 3, 0, 0])]
-    assert measured[str(tmp_path / "run.zip")] == pytest.approx(tuple(both))
+    weights = np.log([10 / 5, 10 / 3, 10 / 3])  # of a, b and c; two sentences of a pair are equal
+    share = weights[1] / weights.sum()
+    three = [stats.spearmanr([3, 4, 2, 1], x)[0] for x in ([5, 3, 1, 1], [1, 1 / 3, 0, 0])]
+    three.append(stats.spearmanr([3, 4, 2, 1], [1, share, 0, 0])[0])
+    assert measured[str(tmp_path / "run.zip")] == pytest.approx(tuple(three))
     with pytest.raises(ValueError, match=r"other\.zip was not scored on this file"):
         stsb.correlations(path, [str(tmp_path / "other.zip")])
     vectors = checkpoint.load("micro/english").encode([text for pair in pairs for text in pair[:2]])
