@@ -21,6 +21,24 @@ from scipy import stats
 from xformer import checkpoint
 
 LARGEST = 40_000_000  # bytes of results/
+# rows of the table on predictions for STS-B: the kept study, and the levels of its runs
+FOLLOWED: dict[str, tuple[str, dict[str, str]]] = {
+    "MiniLM (sentence-tuned), unchanged": ("zhang2021-operations-full", {"model": "whole"}),
+    "MiniLM, word embeddings shuffled": ("zhang2021-operations-full", {"model": "shuffled"}),
+    "MiniLM, tokens shifted (permuted STS-B)": (
+        "kao2021-mappings-full",
+        {"task": "stsb", "mapping": "shift", "model": "minilm"},
+    ),
+    "MiniLM, tokens mapped at random": (
+        "kao2021-mappings-full",
+        {"task": "stsb", "mapping": "random", "model": "minilm"},
+    ),
+    "MiniLM, fresh word embeddings": ("zhang2021-operations-full", {"model": "clean-words"}),
+    "MiniLM's twin, all fresh": ("zhang2021-operations-full", {"model": "clean"}),
+    "10 M tokens of nested brackets": ("onset-short", {"corpus": "nesting", "step": "5000"}),
+    "10 M tokens of English": ("onset-short", {"corpus": "english", "step": "5000"}),
+    "10 M tokens of k-Shuffle Dyck": ("onset-short", {"corpus": "shuffle", "step": "5000"}),
+}
 PAGE = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
 
 
@@ -145,6 +163,29 @@ def test_attention_to_the_matching_bracket(tmp_path: Path) -> None:
     # four tokens of the first row have a partner, and two of the second
     shares = partners.shares(str(tmp_path / "F.h5"))[1]
     np.testing.assert_allclose(shares, [(4 / 6 + 2 / 5) / 6, 1], rtol=1e-3)
+
+
+def test_the_page_says_what_predictions_follow(shared: Path) -> None:
+    """Each row of the table is the mean over the kept runs of its study at full length."""
+    table = PAGE.split("### What predictions on STS-B follow")[1].split("\n## ")[0]
+    shown = [[cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"\|.*", table)]
+    runs: dict[str, list[str]] = {}
+    for label, (study, wanted) in FOLLOWED.items():
+        with (ROOT / f"results/{study}.results.csv").open(encoding="utf-8") as file:
+            every = [row for row in csv.DictReader(file) if row["metric"] == "spearman"]
+        wanted = {"split": "valid", **wanted}
+        of_cell = [row for row in every if wanted.items() <= row.items()]
+        assert len(of_cell) >= 3
+        runs[label] = [str(ROOT / f"results/{row['key']}.zip") for row in of_cell]
+    names = list(dict.fromkeys(name for of_cell in runs.values() for name in of_cell))
+    measured = script("stsb").correlations(shared / "glue/STS-B/dev.tsv", names)
+    plain, rare = measured["words in common"], measured["words in common, by rarity"]
+    assert shown[2][1:4] == ["", *(f"{100 * value:.1f}" for (value,) in (plain, rare))]
+    assert [row[0] for row in shown[3:]] == list(FOLLOWED)
+    for label, *cells, study in shown[3:]:
+        assert FOLLOWED[label][0].startswith(study)
+        means = np.mean([measured[name] for name in runs[label]], axis=0)
+        assert cells == [f"{100 * value:.1f}" for value in means], label
 
 
 def test_similarities_without_fine_tuning(tmp_path: Path) -> None:
