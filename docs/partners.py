@@ -1,10 +1,15 @@
-"""How much attention goes to the matching bracket: for each layer the head with the largest share.
+"""How much attention goes to equal tokens: for each layer the head with the largest share.
 
-    xformer analyze capture RUN/trajectory/step_1000 data=NESTING what=attention out=F.h5
+    xformer analyze capture RUN/trajectory/step_1000 data=STORE what=attention out=F.h5
     python docs/partners.py F.h5 ...
 
-In nested brackets (Chiang & Lee 2020, section 3) the token that opens a pair also closes it. A
-share is the mean attention weight from a token to its partner, over all tokens that have one.
+A share is the mean attention weight from a token to its partners, over all tokens that have one.
+
+- In a row of one text, which must be nested brackets (Chiang & Lee 2020, section 3), the partner is
+  the token that opens or closes the same pair.
+- In a row of two texts the partners are the equal tokens of the other text.
+
+`uniform` is the share of attention that is equal for all tokens of a row.
 """
 
 from __future__ import annotations
@@ -17,43 +22,61 @@ import h5py
 import numpy as np
 
 
-def partners(tokens: Sequence[int]) -> list[int]:
-    """The position of each token's partner, or -1 if it has none. A token that equals the last one
-    that is still open closes its pair. Any other token opens a pair."""
+def nested(tokens: Sequence[int]) -> np.ndarray:
+    """Which token is the partner of which, (T, T), in nested brackets. A token that equals the last
+    one that is still open closes its pair. Any other token opens a pair."""
     opened: list[int] = []
-    partner_of = [-1] * len(tokens)
+    partner = np.zeros((len(tokens), len(tokens)), bool)
     for position, token in enumerate(tokens):
         if opened and tokens[opened[-1]] == token:
-            partner = opened.pop()
-            partner_of[partner], partner_of[position] = position, partner
+            opener = opened.pop()
+            partner[opener, position] = partner[position, opener] = True
         else:
             opened.append(position)
-    return partner_of
+    return partner
 
 
-def shares(path: str) -> dict[int, np.ndarray]:
-    """By layer, the share of each head. The first and the last token of a row are special ones."""
+def partners(row: np.ndarray) -> np.ndarray:
+    """Which token of a row is a partner of which, (T, T). Special tokens have none: the first one,
+    and the separators, of which one ends the row."""
+    separators = np.flatnonzero(row == row[-1])
+    inner = np.setdiff1d(np.arange(1, len(row)), separators)
+    partner = np.zeros((len(row), len(row)), bool)
+    if len(separators) == 1:
+        partner[np.ix_(inner, inner)] = nested(row[inner].tolist())
+    else:
+        second = inner > separators[0]
+        others = second[:, None] != second[None]
+        partner[np.ix_(inner, inner)] = others & (row[inner][:, None] == row[inner][None])
+    return partner
+
+
+def shares(path: str) -> tuple[dict[int, np.ndarray], float]:
+    """By layer, the share of each head, and the share of uniform attention."""
     with h5py.File(path) as file:
         maps = {int(layer): dataset for layer, dataset in file["attention"].items()}
         sizes, starts, corners = file["sizes"][:], file["offsets"][:], file["attention_offsets"][:]
         tokens = file["tokens"][:]
         weights: dict[int, list[np.ndarray]] = {layer: [] for layer in maps}
+        uniform: list[np.ndarray] = []
         for size, start, corner in zip(sizes, starts[:-1], corners[:-1], strict=True):
-            to = np.array(partners(tokens[start + 1 : start + size - 1].tolist()))
-            here = np.flatnonzero(to >= 0)
+            partner = partners(tokens[start : start + size])
+            here = partner.any(1)
+            uniform.append(partner[here].mean(1))
             for layer, dataset in maps.items():
                 square = dataset[corner : corner + size * size].reshape(size, size, -1)
-                weights[layer].append(square[here + 1, to[here] + 1].astype(np.float64))
-        return {layer: np.concatenate(rows).mean(0) for layer, rows in sorted(weights.items())}
+                shared = np.einsum("ijh,ij->ih", square.astype(np.float64), partner)
+                weights[layer].append(shared[here])
+        means = {layer: np.concatenate(rows).mean(0) for layer, rows in sorted(weights.items())}
+        return means, float(np.concatenate(uniform).mean())
 
 
 def main(paths: Sequence[str]) -> None:
     """Print a line for each capture."""
     for path in paths:
-        best = ", ".join(
-            f"layer {layer} {heads.max():.3f}" for layer, heads in shares(path).items()
-        )
-        print(f"{path}: {best}")
+        heads_of, uniform = shares(path)
+        best = ", ".join(f"layer {layer} {heads.max():.3f}" for layer, heads in heads_of.items())
+        print(f"{path}: {best} (uniform {uniform:.3f})")
 
 
 if __name__ == "__main__":

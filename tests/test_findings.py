@@ -141,28 +141,41 @@ def test_a_row_of_the_overview(tmp_path: Path) -> None:
             script("overview").page(PAGE, tmp_path)
 
 
-def test_attention_to_the_matching_bracket(tmp_path: Path) -> None:
+def test_attention_to_equal_tokens(tmp_path: Path) -> None:
+    """To the other token of a pair of brackets, or to the equal tokens of the other text."""
     partners = script("partners")
-    assert partners.partners([5, 6, 6, 5, 7]) == [3, 2, 1, 0, -1]
-    assert partners.partners([5, 5, 5]) == [1, 0, -1]
-    # two rows, with a special token at each end; head 1 of layer 1 reads the partner alone
-    rows = [[2, 5, 6, 6, 5, 3], [2, 8, 8, 9, 3]]
+    assert np.argwhere(partners.nested([5, 6, 6, 5, 7])).tolist() == [
+        [0, 3],
+        [1, 2],
+        [2, 1],
+        [3, 0],
+    ]
+    assert np.argwhere(partners.nested([5, 5, 5])).tolist() == [[0, 1], [1, 0]]
+    # special tokens are at both ends, and between two texts
+    rows = [[2, 7, 7, 8, 3, 9, 7, 3], [2, 8, 8, 9, 3]]
+    of_two = np.argwhere(partners.partners(np.array(rows[0])))
+    assert of_two.tolist() == [[1, 6], [2, 6], [6, 1], [6, 2]]
+    # head 0 attends uniformly, and head 1 of layer 1 only to the last partner
     maps = []
     for row in rows:
         heads = np.full((len(row), len(row), 2), 1 / len(row), np.float16)
         heads[..., 1] = 0
-        for i, j in enumerate(partners.partners(row[1:-1])):
-            heads[i + 1, j + 1 if j >= 0 else 0, 1] = 1
+        for i, j in np.argwhere(partners.partners(np.array(row))):
+            heads[i, :, 1] = 0
+            heads[i, j, 1] = 1
         maps.append(heads.reshape(-1, 2))
+    sizes = np.array(list(map(len, rows)))
     with h5py.File(tmp_path / "F.h5", "w") as file:
         file["attention/1"] = np.concatenate(maps)
         file["tokens"] = np.concatenate(rows)
-        file["sizes"] = np.array([6, 5])
-        file["offsets"] = np.array([0, 6, 11])
-        file["attention_offsets"] = np.array([0, 36, 61])
-    # four tokens of the first row have a partner, and two of the second
-    shares = partners.shares(str(tmp_path / "F.h5"))[1]
-    np.testing.assert_allclose(shares, [(4 / 6 + 2 / 5) / 6, 1], rtol=1e-3)
+        file["sizes"] = sizes
+        file["offsets"] = np.cumsum([0, *sizes])
+        file["attention_offsets"] = np.cumsum([0, *sizes**2])
+    # three tokens of the first row have one, one and two partners; two of the second have one
+    uniform = ((1 + 1 + 2) / 8 + 2 / 5) / 5
+    shares, expected = partners.shares(str(tmp_path / "F.h5"))
+    np.testing.assert_allclose(shares[1], [uniform, 1], rtol=1e-3)
+    assert expected == pytest.approx(uniform)
 
 
 def test_the_page_says_what_predictions_follow(shared: Path) -> None:
