@@ -35,6 +35,11 @@ FOLLOWED: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "MiniLM, fresh word embeddings": ("zhang2021-operations-full", {"model": "clean-words"}),
     "MiniLM's twin, all fresh": ("zhang2021-operations-full", {"model": "clean"}),
+    "20 M tokens of nested pairs of equal tokens": ("brackets-small", {"corpus": "nested-equal"}),
+    "20 M tokens of nested pairs of different ones": (
+        "brackets-small",
+        {"corpus": "nested-different"},
+    ),
     "10 M tokens of nested brackets": ("onset-short", {"corpus": "nesting", "step": "5000"}),
     "10 M tokens of English": ("onset-short", {"corpus": "english", "step": "5000"}),
     "10 M tokens of k-Shuffle Dyck": ("onset-short", {"corpus": "shuffle", "step": "5000"}),
@@ -57,18 +62,21 @@ def sections(text: str) -> Iterator[tuple[str, str]]:
 
 def kept_scores(study: str) -> dict[str, set[str]]:
     """The scores of all seeds of each cell of a study as the page shows them, in the order of the
-    seeds: {scores: their mean ± standard deviation}."""
-    cells: dict[tuple[str, ...], dict[int, float]] = {}
+    seeds: {scores: their mean ± standard deviation}. Several fine-tunings of a pre-training are
+    averaged."""
+    cells: dict[tuple[str, ...], dict[int, list[float]]] = {}
     for path in (ROOT / "results").glob(f"{study}-*.results.csv"):
         with path.open(encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 if row["state"] == "done" and row["value"] and row["seed"]:
                     seed, value = int(row.pop("seed")), float(row.pop("value"))
-                    which = [v for k, v in row.items() if k not in ("run", "key", "seconds")]
-                    cells.setdefault((path.name, *which), {})[seed] = 100 * value
+                    of_run = ("run", "key", "seconds", "draw")
+                    which = [v for k, v in row.items() if k not in of_run]
+                    cell = cells.setdefault((path.name, *which), {})
+                    cell.setdefault(seed, []).append(100 * value)
     shown: dict[str, set[str]] = {}
     for cell in cells.values():
-        scores = [cell[seed] for seed in sorted(cell)]
+        scores = [float(np.mean(cell[seed])) for seed in sorted(cell)]
         if len(scores) > 1:
             summary = f"{np.mean(scores):.1f} ± {np.std(scores, ddof=1):.1f}"
             shown.setdefault(", ".join(f"{score:.1f}" for score in scores), set()).add(summary)
