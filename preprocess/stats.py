@@ -180,7 +180,7 @@ def describe_store(store: Store, surveys: dict[str, SplitSurvey] | None = None) 
     tokenizer = store.tokenizer()
     predicted = np.ones(store.vocab_size, bool)  # masked language modelling never predicts others
     predicted[tokenizer.all_special] = False
-    train = surveys["train"].counts[predicted] if "train" in surveys else None
+    train = surveys["train"].counts * predicted if "train" in surveys else None
     unknown = tokenizer.special["unk"]
     splits: dict[str, Any] = {}
     for name, split in surveys.items():
@@ -194,7 +194,7 @@ def describe_store(store: Store, surveys: dict[str, SplitSurvey] | None = None) 
         if tokens:
             entry["distinct_ids"] = int(np.count_nonzero(counts))
             entry["unknown_share"] = float(counts[unknown] / tokens)
-        if (ordinary := counts[predicted]).any():
+        if (ordinary := counts * predicted).any():
             entry["unigram_entropy"] = entropy(ordinary)
             entry["unigram_perplexity"] = float(np.exp(entry["unigram_entropy"]))
             if train is not None:

@@ -131,6 +131,9 @@ def test_words_of_each_kind(tmp_path: Path) -> None:
     letters = vocabularies.symbols(["A", "C"])
     with pytest.raises(BadInput, match="does not split a text into words"):
         letters.encode_with_words(["AC"])
+    of_letters = replace(checkpoints.load("micro/english"), tokenizer=letters)
+    with pytest.raises(BadInput, match="^pll=word-l2r needs words, but .*; give pll=original, or"):
+        score_pairs(of_letters, [Pair("AC", "CA", "", "")], "word-l2r", ALONE, "fp32")
 
 
 # ---------------------------------------------------------------------------------- the command
@@ -225,12 +228,12 @@ def test_brackets_read_english_with_another_tokenizer(
     forks: Forks, archive: Path, learned: dict[str, Path]
 ) -> None:
     brackets, line = Path("micro/brackets"), [f"blimp={archive}", "pairs=1"]
-    refused(evaluate(forks, brackets, *line), "pll=word-l2r needs words", "give pll=original, or")
-    refused(
-        evaluate(forks, brackets, *line, "pll=original"),
-        "tokens are unknown to the tokenizer",
-        "give the tokenizer of their language as tokenizer=",
-    )
+    for pll in ("word-l2r", "original"):
+        refused(
+            evaluate(forks, brackets, *line, f"pll={pll}"),
+            "tokens are unknown to the tokenizer",
+            "give the tokenizer of their language as tokenizer=",
+        )
     done = good(evaluate(forks, brackets, *line, "tokenizer=micro/english"))
     assert "blimp accuracy" in done.out
     refused(evaluate(forks, learned["text"], *line, "tokenizer=micro/english"), "has 8,192 pieces")

@@ -564,8 +564,8 @@ def test_stats(base, tmp_path):
     assert train["unigram_entropy"] == pytest.approx(-(shares * np.log(shares)).sum())
     assert train["unigram_perplexity"] == pytest.approx(np.exp(train["unigram_entropy"]))
     assert train["labels"] == {"x": 1, "y": 3}
-    # each training count plus one, over 4 letters, so that C has 2 of 11
-    assert about["test"]["cross_entropy_under_train"] == pytest.approx(-np.log(2 / 11))
+    # each training count plus one, over 9 pieces, so that C has 2 of 16
+    assert about["test"]["cross_entropy_under_train"] == pytest.approx(-np.log(2 / 16))
     assert about["test"]["labels"] == {"x": 0, "y": 0, "(none)": 1}
     assert "4 rows, 8 tokens" in said
     assert "12.500% unknown" in said
