@@ -386,7 +386,7 @@ def text() -> str:
         ("Models", models()),
         ("Batches", batches()),
         ("Nodes", nodes()),
-        ("One pre-training of Chiang & Lee 2020", published()),
+        ("One pre-training of Chiang and Lee 2020", published()),
         ("The papers' grids", papers()),
     )
     return "\n".join("\n".join([f"### {title}", "", *lines, ""]) for title, lines in sections)

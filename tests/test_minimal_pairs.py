@@ -132,7 +132,7 @@ def test_words_of_each_kind(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="does not split a text into words"):
         letters.encode_with_words(["AC"])
     of_letters = replace(checkpoints.load("micro/english"), tokenizer=letters)
-    with pytest.raises(BadInput, match="^pll=word-l2r needs words, but .*; give pll=original, or"):
+    with pytest.raises(BadInput, match=r"^pll=word-l2r needs words, but .*; give pll=original, or"):
         score_pairs(of_letters, [Pair("AC", "CA", "", "")], "word-l2r", ALONE, "fp32")
 
 
