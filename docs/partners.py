@@ -23,8 +23,8 @@ import numpy as np
 
 
 def nested(tokens: Sequence[int]) -> np.ndarray:
-    """Which token is the partner of which, (T, T), in nested brackets. A token that equals the last
-    one that is still open closes its pair. Any other token opens a pair."""
+    """Whether token j is the partner of token i, (T, T) bool, in nested brackets. A token that
+    equals the last one that is still open closes its pair. Any other token opens a pair."""
     opened: list[int] = []
     partner = np.zeros((len(tokens), len(tokens)), bool)
     for position, token in enumerate(tokens):
@@ -37,8 +37,8 @@ def nested(tokens: Sequence[int]) -> np.ndarray:
 
 
 def partners(row: np.ndarray) -> np.ndarray:
-    """Which token of a row is a partner of which, (T, T). Special tokens have none: the first one,
-    and the separators, of which one ends the row."""
+    """Whether token j of a row is a partner of token i, (T, T) bool. The first token and the
+    separators are special, and have no partners. The last token is a separator."""
     separators = np.flatnonzero(row == row[-1])
     inner = np.setdiff1d(np.arange(1, len(row)), separators)
     partner = np.zeros((len(row), len(row)), bool)

@@ -343,7 +343,7 @@ def test_words_between_white_space_are_symbols(
     assert words.pieces[5:] == ["w7", "w5", "B", "b", "w30"]
     assert words.encode_batch(["w5 w30\nx w7"])[0].tolist() == [6, 9, words.special["unk"], 5]
     preprocess(*line, "--vocab-size", 8, "--output", tmp_path / "few")
-    assert "note: 2 of 6 words are left out: 16.7 % of the tokens become [UNK]\n" in (
+    assert "note: 2 of 5 words are left out: 16.7 % of the tokens become [UNK]\n" in (
         capsys.readouterr().err
     )
     few = checkpoints.tokenizers.load_tokenizer(tmp_path / "few")

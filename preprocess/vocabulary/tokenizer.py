@@ -59,14 +59,14 @@ def learn(
 
 def _say_unknown(counts: Counter[str], tokenizer: tokenizers.Tokenizer) -> None:
     """Say which words of a text become the unknown token."""
-    total, special = counts.total(), {tokenizer.pieces[i] for i in tokenizer.special.values()}
-    if written := [word for word in counts if word in special]:
-        times = ", ".join(f"{word} ({counts[word]:,})" for word in sorted(written))
+    special = {tokenizer.pieces[i] for i in tokenizer.special.values()} & counts.keys()
+    if special:
+        times = ", ".join(f"{word} ({counts[word]:,})" for word in sorted(special))
         line = f"special tokens in the text become [UNK]: {times}; spell them otherwise"
         say(f"note: {line}", error=True)
-    if rare := [word for word in counts if word not in tokenizer.ids]:
-        share = sum(counts[word] for word in rare) / total
-        line = f"{len(rare):,} of {len(counts):,} words are left out"
+    if rare := counts.keys() - tokenizer.ids.keys():
+        share = sum(counts[word] for word in rare) / counts.total()
+        line = f"{len(rare):,} of {len(counts) - len(special):,} words are left out"
         say(f"note: {line}: {100 * share:.3g} % of the tokens become [UNK]", error=True)
 
 

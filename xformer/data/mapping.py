@@ -85,7 +85,7 @@ def check_foreign_store(
     name, _ = parse(spec)
     if name == "none":
         again = "make it again with --tokenizer CHECKPOINT"
-        random = "give mapping=symbols:0, which replaces each with a random subword"
+        random = "give mapping=symbols:0, which replaces each symbol with a random subword"
         ids = "; mapping=ids keeps the ids, for models of artificial corpora"
         if symbols and symbols == models:
             remedy = f"the model reads {symbols}, too: {again}"

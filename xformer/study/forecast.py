@@ -514,11 +514,14 @@ def _learned(unknown: TokenizerFacts, options: Sequence[str]) -> TokenizerFacts:
     kind, size = option_of(options, "--kind"), option_of(options, "--vocab-size")
     alphabet = option_of(options, "--alphabet")
     pieces = len(set(alphabet)) + SPECIAL if alphabet else int(size) if size else None
-    if kind == "words":  # a text usually has fewer
-        pieces = None
-    symbols = {"symbols": "letters", "words": "words", None: "letters" if alphabet else None}
-    known = symbols.get(kind, "")
-    return replace(unknown, size=pieces, symbols=known, learned="--from" not in options)
+    symbols: str | None = ""
+    if kind == "words":
+        symbols, pieces = "words", None  # a text usually has fewer than --vocab-size
+    elif kind == "symbols" or alphabet:
+        symbols = "letters"
+    elif kind is None:  # imported
+        symbols = None
+    return replace(unknown, size=pieces, symbols=symbols, learned="--from" not in options)
 
 
 def option_of(command: Sequence[str], name: str) -> str | None:
