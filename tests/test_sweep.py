@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -352,6 +353,36 @@ def test_the_cost_is_timed(store: Path, tmp_path: Path, monkeypatch: pytest.Monk
         "no input: the time is known once the store and the initial model of the run exist "
         "(2 jobs)",
     ]
+
+
+def test_the_time_left_is_unknown_until_a_run_logs_its_speed(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A guess could be far too short. The first estimate is made again after a minute."""
+    plan = a_plan(store, tmp_path)
+    runs = plan.runs("run")
+    with pool.StudyProgress(plan, slots=2, keep=lambda *_: "") as progress:
+
+        def after_a_minute() -> str:
+            progress.looked, progress.due = time.monotonic() - 61.0, progress.due - 61.0
+            progress.show({})
+            return capsys.readouterr().err
+
+        assert progress.left() is None
+        runs[0].path.mkdir(parents=True)
+        speeds = (10.0, 3000.0, 1000.0)
+        steps = [
+            {"event": "train", "step": step, "loss": 2.0, "real_tokens_per_second": speed}
+            for step, speed in enumerate(speeds, 1)
+        ]
+        (runs[0].path / "log.jsonl").write_text("\n".join(map(json.dumps, steps)))
+        assert "study: 0%, 0 of 6 jobs, " in (line := after_a_minute())
+        work = progress.seconds[runs[0].key]
+        assert work is not None
+        assert work > 1
+        assert f", {duration(3 * work)} left, step 3, loss 2, tokens/s 1,000" in line
+        (runs[0].path / "log.jsonl").write_text("")
+        assert "left" in after_a_minute()  # it is not estimated again so soon
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from xformer import cost
 from xformer.data.batch import Workload
 from xformer.data.errors import BadInput
 from xformer.data.files import read_run_json
+from xformer.monitor import events
 from xformer.study.forecast import Forecast
 from xformer.study.plan import Job, content_key
 from xformer.tasks.known import task_of
 from xformer.tasks.task import Head
 
-RATE = 40e9  # FLOP/s of one CPU core, until a run has been measured
-OTHER = 20.0  # seconds assumed for a job of unknown cost
+COMMAND = 20.0  # seconds assumed for a command that was never timed
 START = 1.0  # seconds that a run needs before and after its steps; the fork server has the imports
 
 
@@ -34,7 +34,8 @@ class Work:
 
 class Costs:
     """Expected seconds of a plan's jobs, from the FLOP/s of finished runs: those on disk, and those
-    in `kept`, which has results by key. xformer.study.timing adds the `rates` of other kinds.
+    in `kept`, which has results by key. A kind of which no run has finished has the speed
+    in the log of one that is training. xformer.study.timing adds the `rates` of other kinds.
     Raises BadInput naming a result that does not say how many seconds its run took."""
 
     def __init__(self, forecast: Forecast, kept: Mapping[str, Any] | None = None):
@@ -54,6 +55,15 @@ class Costs:
                 if work := self.work[job.key]:
                     rates.setdefault(work.kind, []).append(work.operations / max(seconds, 1e-3))
         self.rates = {kind: median(some) for kind, some in rates.items()}
+        for job in runs:
+            work = None if job.done or job.key in kept else self.work[job.key]
+            if work and work.kind not in self.rates:
+                steps = events(job.path, "train")
+                speeds = [
+                    s["real_tokens_per_second"] for s in steps if "real_tokens_per_second" in s
+                ]
+                if speeds:
+                    self.rates[work.kind] = work.operations / work.tokens * median(speeds)
         # stages have one even if the stores of their finished runs are not here
         self.usual = {stage: median(seconds) for stage, seconds in spent.items()}
 
@@ -66,12 +76,10 @@ class Costs:
             return START + (work.operations + work.scoring) / rate
         return None if usual is None else START + usual
 
-    def guess(self, job: Job) -> float:
-        """Expected seconds, or a guess if nothing is known."""
-        work, known = self.work.get(job.key), self.seconds(job)
-        if known is not None:
-            return known
-        return OTHER if work is None else START + work.operations / RATE
+    def guess(self, job: Job) -> float | None:
+        """Expected seconds, or a guess for a command. None for a run of which nothing is known."""
+        known = self.seconds(job)
+        return COMMAND if known is None and job.recipe is None else known
 
     def _work(self, job: Job) -> Work | None:
         recipe, shape = self.forecast.recipe(job), self.forecast.made(job).shape

@@ -34,7 +34,7 @@ POLL = 0.2  # seconds
 MINUTE = 60.0  # seconds between two progress lines in a log
 WARNINGS = "warnings.txt"  # what a command warned of, beside its kept result
 AGAIN = 30.0  # seconds after which the end of a job lets the time left be estimated again
-LATER = 300.0  # seconds after which it is estimated again in any case
+LATER = 300.0  # seconds after which it is estimated again in any case; at first after MINUTE
 # The imports of the fork server. It must be single-threaded and must not have initialized a device
 # when it forks, so nothing here may compute anything.
 PRELOADED = [
@@ -605,8 +605,8 @@ class StudyProgress(Progress):
         self.plan, self.slots, self.keep, self.rates = plan, slots, keep, rates or {}
         self.open = to_do(plan.jobs.values(), plan.wanted)
         self.said: set[str] = set()
-        self.looked = self.estimated = self.ended = time.monotonic()
-        self._estimate()
+        self.looked = self.ended = time.monotonic()
+        self._estimate(MINUTE)  # by then a run has logged its speed
         super().__init__("study", len(plan.jobs), "jobs", lines=False, stay=True)
 
     def show(self, outcomes: dict[str, Outcome]) -> None:
@@ -617,7 +617,7 @@ class StudyProgress(Progress):
         now = time.monotonic()
         if now - self.looked > MINUTE:
             self.looked = now
-            if now - self.estimated > LATER:  # a store or a model may exist now
+            if now >= self.due:  # a store or a model may exist now
                 self._estimate()
             self.numbers = newest_numbers(self.open.values())
             if self.bar is None and self.open:
@@ -638,7 +638,8 @@ class StudyProgress(Progress):
         self.advance(1)
         line = f"[{self.done:.0f}/{self.total:.0f}] {outcome.job.name}: {outcome.state}"
         if outcome.state == "done":
-            after = f"; about {duration(self.left())} left" if self.seconds else ""
+            left = self.left() if self.seconds else None
+            after = "" if left is None else f"; about {duration(left)} left"
             warnings = (f"    {text}" for text in warnings_of(outcome.job))
             say(f"{line}, {outcome.seconds:.0f} s{after}", *warnings, error=True)
         elif outcome.state != "there":
@@ -646,15 +647,19 @@ class StudyProgress(Progress):
         if outcome.state in ("done", "there"):
             say(*filter(None, [self.keep(outcome.job, outcome.state == "done")]), error=True)
 
-    def left(self) -> float:
+    def left(self) -> float | None:
         """Estimated seconds left: the cost of the open jobs, minus the time since one ended, which
-        counts for one job at most."""
-        rest = sum(self.seconds.values()) / max(1, min(self.slots, len(self.seconds)))
-        spent = min(time.monotonic() - self.ended, max(self.seconds.values(), default=0.0))
+        counts for one job at most. None if the cost of a run is not known yet."""
+        costs = [seconds for seconds in self.seconds.values() if seconds is not None]
+        if len(costs) < len(self.seconds):
+            return None
+        rest = sum(costs) / max(1, min(self.slots, len(costs)))
+        spent = min(time.monotonic() - self.ended, max(costs, default=0.0))
         return max(0.0, rest - spent)
 
-    def _estimate(self) -> None:
+    def _estimate(self, again: float = LATER) -> None:
         costs = Costs(Forecast(self.plan))
         costs.rates = {**self.rates, **costs.rates}
         self.seconds = {key: costs.guess(job) for key, job in self.open.items()}
         self.estimated = time.monotonic()
+        self.due = self.estimated + again
