@@ -149,6 +149,47 @@ def test_a_row_of_the_overview(tmp_path: Path) -> None:
             script("overview").page(PAGE, tmp_path)
 
 
+def test_decided_claims_are_resampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The interval contains the difference, and a claim whose margin lies in it is named. A claim
+    about an analysis, whose predictions are not kept, has none."""
+    resampled = script("resampled")
+    path = ROOT / "results/onset-short.claims.json"
+    records = json.loads(path.read_text(encoding="utf-8"))["claims"]
+    claim = next(record for record in records if record["verdict"] == "holds")
+    for key in {key for pair in claim["pairs"] for _, key, *_ in pair}:
+        (tmp_path / f"{key}.zip").symlink_to(ROOT / "results" / f"{key}.zip")
+    low, high = resampled.interval(tmp_path, claim)
+    assert low < claim["effect"] < high
+    within = {**claim, "text": "within", "margin": (low + claim["effect"]) / 2}
+    lost = {**claim, "text": "lost", "pairs": [[[1.0, "lost", "valid", "spearman"]]] * 3}
+    few = {**claim, "text": "few", "pairs": claim["pairs"][:2]}
+    open_ = {**claim, "text": "open", "verdict": "undecided"}
+    every = [claim, within, lost, few, open_]
+    (tmp_path / path.name).write_text(json.dumps({"claims": every}))
+    assert resampled.main(tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"same side     {low:+.2f} to {high:+.2f}  onset-short: {claim['text']}"
+    assert [line.split("  ")[0] for line in lines[1:4]] == ["crosses", *["no interval"] * 2]
+    assert lines[4:] == ["1 same side, 1 crosses, 2 no interval"]
+
+
+@pytest.mark.parametrize(
+    ("effect", "ends", "expected"),
+    [(1, (-1, 1.5), "same side"), (1, (-1, 2.1), "crosses"), (3, (2.1, 4), "same side")],
+)
+def test_the_interval_of_a_tie(effect: float, ends: tuple[float, float], expected: str) -> None:
+    assert script("resampled").side({"tie": True, "margin": 2, "effect": effect}, *ends) == expected
+
+
+@pytest.mark.slow
+def test_the_page_says_how_many_claims_resampled_examples_leave_decided() -> None:
+    resampled = script("resampled")
+    states = [state for state, *_ in resampled.decided(ROOT / "results")]
+    same, known = states.count(resampled.SAME), len(states) - states.count(resampled.NONE)
+    assert f"{same} of {known} decided claims\nstay on their side" in PAGE
+    assert known == same + 1  # the page names the other one
+
+
 def test_attention_to_equal_tokens(tmp_path: Path) -> None:
     """To the other token of a pair of brackets, or to the equal tokens of the other text."""
     partners = script("partners")
