@@ -70,7 +70,9 @@ def scores(arrays: dict[str, np.ndarray]) -> dict[str, float]:
         return {"loss": cross_entropy(outputs, label), "accuracy": accuracy}
     if head == "regress":
         x, y = of_groups(outputs, group)[:, 0], label[first]
-        again = {"loss": float(((outputs[:, 0] - label) ** 2).mean()), "pearson": 0, "spearman": 0}
+        unit = about.get("scale", (0, 1))[1]  # of standardized scores, a deviation
+        loss = float((((outputs[:, 0] - label) / unit) ** 2).mean())
+        again = {"loss": loss, "pearson": 0, "spearman": 0}
         if np.ptp(x) and np.ptp(y):  # a constant has no correlation, and GLUE counts it as 0
             again |= {"pearson": stats.pearsonr(x, y)[0], "spearman": stats.spearmanr(x, y)[0]}
         return again

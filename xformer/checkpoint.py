@@ -50,7 +50,12 @@ from xformer.texts import Pooling, vectors_of
 
 FORMAT = 1
 STATE = ("state.json", "optimizer.safetensors")  # files that a run needs to continue
-NEWER_OF_HEADS = ("smoothing", "class_weights", "layer")  # settings that older files do not have
+NEWER_OF_HEADS = (
+    "smoothing",
+    "class_weights",
+    "scale",
+    "layer",
+)  # settings that older files do not have
 HALF = (torch.float16, torch.bfloat16)  # weights of these types are converted to fp32 on reading
 Distribution = Literal["normal", "truncated"]
 
@@ -502,8 +507,9 @@ def load(path: str | Path, verified: bool = False) -> Checkpoint:
             f"{', '.join(TASKS)}"
         )
     if head is not None:
-        class_weights = tuple(head.class_weights)
-        head = replace(head, labels=tuple(head.labels), class_weights=class_weights)
+        (mean, deviation), class_weights = head.scale, tuple(head.class_weights)  # lists in JSON
+        labels = tuple(head.labels)
+        head = replace(head, labels=labels, class_weights=class_weights, scale=(mean, deviation))
     source = mapping = None
     if (path / "input").is_dir():
         source = tokenizers.load_tokenizer(path / "input")

@@ -60,6 +60,8 @@ def write(path: str | Path, predictions: Predictions, store: str) -> None:
         "threshold": predictions.threshold,
         "store": store,
     }
+    if (scale := predictions.task.head.scale) != Head.scale:
+        about["scale"] = scale  # of standardized scores, whose loss is in this unit
     content, header = io.BytesIO(), np.array(json.dumps(about).encode())
     np.savez_compressed(content, about=header, **predictions.arrays)  # type: ignore[arg-type]
     make_directory(path.parent)
@@ -96,7 +98,8 @@ def _checked(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> Prediction
     if about["format"] != FORMAT:
         raise ValueError(f"it is not of format {FORMAT}")
     kind = kind_of(about["head"], "outputs" in arrays)
-    task = kind(Head(about["head"], tuple(about["classes"])))
+    scale = tuple(about.get("scale", Head.scale))
+    task = kind(Head(about["head"], tuple(about["classes"]), scale=scale))
     if not kind.arrays <= arrays.keys() - {"row"} <= kind.arrays | kind.optional_arrays:
         raise ValueError(
             f"it contains the arrays {', '.join(arrays)}, which are not those of {kind.name}"

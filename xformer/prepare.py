@@ -36,6 +36,7 @@ from xformer.tasks.pairs import pair_scale
 from xformer.tasks.task import Head, Task
 
 PROBED = ("task_head",)  # what a probe trains
+FAR = 10.0  # a mean or deviation of scores that a new head, whose scores are near 0, reaches late
 
 
 def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = None) -> Setup:
@@ -88,7 +89,8 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
         source, array = store.tokenizer(), identity if array is None else array
         start = replace(start, source=source, mapping=array)
     notes = replaced + _notes(recipe, store, task, fresh, dropped, start)
-    notes += filter(None, [_missing_classes(recipe, store, samples)])
+    about_labels = _missing_classes(recipe, store, samples), _about_scores(recipe, store, samples)
+    notes += filter(None, about_labels)
     notes += describe_frozen(start, weights_matching(start, recipe.train.only), fresh)
     metric = _metric(recipe, task, store)
     setup = Setup(recipe, ranks, store, start, train_assembler, samples, metric, notes, precision)
@@ -223,9 +225,16 @@ def _samples(recipe: Recipe, store: Store, train: Assembler) -> Samples:
 
 
 def _head(recipe: Recipe, store: Store, samples: Samples) -> Head:
-    """The description of the run's head. Raises BadInput if the settings for pairs or for class
-    weights do not fit the store."""
+    """The description of the run's head. Raises BadInput if the settings for pairs or for the loss
+    do not fit the store or the task."""
     kind, scale = TASKS[recipe.head], _pair_scale(recipe, store)
+    for name, value in recipe.loss:
+        if value != type(recipe.loss).model_fields[name].default and name not in kind.loss_settings:
+            other = next(head for head, task in TASKS.items() if name in task.loss_settings)
+            raise BadInput(
+                f"loss.{name}: head={recipe.head} has no such setting; leave it out, or use "
+                f"head={other}"
+            )
     return Head(
         recipe.head,
         labels=tuple(store.labels) if kind.named_classes or scale else (),
@@ -238,6 +247,7 @@ def _head(recipe: Recipe, store: Store, samples: Samples) -> Head:
         columns=store.meta["origin"].get("columns"),
         smoothing=recipe.loss.label_smoothing,
         class_weights=_class_weights(recipe, store, samples),
+        scale=_scale(recipe, store, samples),
         layer=recipe.probe.layer,
     )
 
@@ -381,15 +391,8 @@ def _missing_classes(recipe: Recipe, store: Store, samples: Samples) -> str:
 
 def _class_weights(recipe: Recipe, store: Store, samples: Samples) -> tuple[float, ...]:
     """The weight of each class in the training loss; () if all weigh the same. Raises BadInput if
-    the task takes no such settings, or the number of weights is wrong."""
+    the number of weights is wrong."""
     loss, split = recipe.loss, store.split("train")
-    if loss == type(loss)():
-        return ()
-    if not TASKS[recipe.head].takes_class_weights:
-        named = ", ".join(f"loss.{name}" for name in sorted(loss.model_fields_set))
-        raise BadInput(
-            f"{named}: head={recipe.head} has no such setting; leave it out, or use head=classify"
-        )
     if loss.class_weights == "balanced":
         rows, _ = samples.at(np.arange(samples.per_epoch))
         return balanced(np.asarray(split.columns["label"])[rows], len(store.labels))
@@ -399,6 +402,37 @@ def _class_weights(recipe: Recipe, store: Store, samples: Samples) -> tuple[floa
             f"classes {', '.join(store.labels)}; give one weight for each"
         )
     return tuple(float(weight) for weight in loss.class_weights)
+
+
+def _scale(recipe: Recipe, store: Store, samples: Samples) -> tuple[float, float]:
+    """What a head that learns standardized scores adds and multiplies by; see `Head`."""
+    if not recipe.loss.standardize:
+        return Head.scale
+    mean, deviation = _spread(store, samples)
+    return mean, deviation or 1.0  # equal scores have no deviation
+
+
+def _about_scores(recipe: Recipe, store: Store, samples: Samples) -> str:
+    """A line about the unit in which scores are learnt, if it is not plain."""
+    if "standardize" not in TASKS[recipe.head].loss_settings:
+        return ""
+    mean, deviation = _spread(store, samples)
+    spread = f"mean {mean:.4g}, standard deviation {deviation:.4g}"
+    if recipe.loss.standardize:
+        return f"scores are learnt standardized ({spread}): the loss is 1 if each is the mean"
+    if max(abs(mean), deviation) <= FAR:
+        return ""
+    return (
+        f"warning: a new head's scores are near 0, but the training scores are not ({spread}); "
+        "loss.standardize=true learns them far sooner"
+    )
+
+
+def _spread(store: Store, samples: Samples) -> tuple[float, float]:
+    """The mean and standard deviation of the scores of the training rows."""
+    rows, _ = samples.at(np.arange(samples.per_epoch))
+    scores = np.asarray(store.split("train").columns["label"], np.float64)[rows]
+    return float(scores.mean()), float(scores.std())
 
 
 def _parts(names: list[str]) -> list[str]:

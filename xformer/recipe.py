@@ -190,7 +190,7 @@ class MaskingConfig(Settings):
 
 
 class LossConfig(Settings):
-    """Changes to the training loss of head=classify. Validation uses the plain loss."""
+    """Changes to the training loss. Validation uses the plain loss, but standardized scores too."""
 
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of each label's probability that is spread evenly over all classes (Szegedy et al.
@@ -198,7 +198,10 @@ class LossConfig(Settings):
     class_weights: Literal["balanced"] | tuple[float, ...] = ()
     """Weight of each class, in the order of the store's labels. "balanced" makes them inversely
     proportional to the number of training rows of each class, with a mean of 1 over the rows.
-    Empty: all classes weigh 1."""
+    Empty: all classes weigh 1. It is for head=classify, as is label_smoothing."""
+    standardize: bool = False
+    """Let head=regress learn scores in units of their standard deviation from their mean, both over
+    the training rows. The predicted scores have the unit of the labels."""
 
     @field_validator("class_weights", mode="before")
     @classmethod

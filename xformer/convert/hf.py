@@ -16,7 +16,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -601,7 +601,7 @@ def to_hf(
     family, out = family_of(checkpoint), Path(out)
     if overwrite and not replaceable(out, *EXPORT):
         raise BadInput(f"{out} is not an export, so it is not overwritten; give another path")
-    tensors: dict[str, Tensor] = {}
+    checkpoint, tensors = _with_plain_scores(checkpoint), dict[str, Tensor]()
     for ours, theirs in _their_names(checkpoint, family).items():
         parts = checkpoint.weights[ours].chunk(len(theirs))
         tensors |= dict(zip(theirs, parts, strict=True))
@@ -621,6 +621,17 @@ def to_hf(
         if card:
             write_text(directory / "README.md", card)
     return family
+
+
+def _with_plain_scores(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint; a head that learnt standardized scores computes them in the unit of the
+    labels."""
+    mean, deviation = checkpoint.head.scale if checkpoint.head else Head.scale
+    if (mean, deviation) == Head.scale:
+        return checkpoint
+    weight, bias = (checkpoint.weights[f"task_head.{name}"] for name in ("weight", "bias"))
+    plain = {"task_head.weight": deviation * weight, "task_head.bias": mean + deviation * bias}
+    return replace(checkpoint, weights={**checkpoint.weights, **plain})
 
 
 def family_of(checkpoint: Checkpoint) -> Family:

@@ -84,7 +84,7 @@ class Classify(Pooled):
     arrays = {"outputs", "label"}
     optional_arrays = {"group"}
     named_classes = True
-    takes_class_weights = True
+    loss_settings = ("label_smoothing", "class_weights")
     hf_class = "SequenceClassification"
     hf_pipeline = "text-classification"
     hf_table = "classify"

@@ -31,7 +31,8 @@ from xformer.tasks.weighted import Weighted, pearson, spearman, values_of
 
 
 class Regress(Pooled):
-    """One score per sequence, trained with the squared error."""
+    """One score per sequence, trained with the squared error. Standardized, the loss is the share
+    of the training labels' variance that the scores leave: 1 if each score is their mean."""
 
     name = "regress"
     stores = ("score",)
@@ -40,6 +41,7 @@ class Regress(Pooled):
     optional_arrays = {"group"}
     counts_correct = False
     loss_in_nats = False
+    loss_settings = ("standardize",)
     hf_class = "SequenceClassification"
     hf_pipeline = "text-classification"
     hf_table = "classify"
@@ -49,12 +51,17 @@ class Regress(Pooled):
     def outputs(self) -> int:
         return 1
 
+    def logits(self, model: Model, batch: Batch[Tensor]) -> Tensor:
+        """The scores in the unit of the labels, (N, 1)."""
+        mean, deviation = self.head.scale
+        return mean + deviation * in_full(super().logits(model, batch))
+
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
-        scores = in_full(self.logits(model, batch)).squeeze(1)
+        scores = self.logits(model, batch).squeeze(1)
         labels = needed(batch.labels, "labels").to(scores.dtype)
         real = ~labels.isnan()  # filler has no label; see xformer.data.capacity
         labels = torch.where(real, labels, scores.detach())
-        total = F.mse_loss(scores, labels, reduction="sum")
+        total = F.mse_loss(scores, labels, reduction="sum") / self.head.scale[1] ** 2
         return Loss(total, real.sum(), torch.zeros_like(total.detach()))
 
     def has_unlabelled(self, split: Split) -> bool:
@@ -70,7 +77,7 @@ class Regress(Pooled):
         """The loss is a mean over rows. If rows form groups, the correlations are over groups, with
         the mean predicted score of each group's rows."""
         outputs, labels, _ = finite_rows(predictions)
-        loss = float(((outputs[:, 0] - labels) ** 2).mean())
+        loss = float(((outputs[:, 0] - labels) ** 2).mean()) / self.head.scale[1] ** 2
         return {"loss": loss} | values_of(self.weighted(predictions))
 
     def weighted(self, predictions: Predictions) -> dict[str, Weighted]:

@@ -40,8 +40,9 @@ class Head:
     columns. `mapping`, `max_tokens` and `masking` (the share of tokens to predict) are the run's
     settings. `pair` says whether the input is two texts. A pair weighs as much in the loss as
     `pair_scale` masked tokens (0: there is no pair head). `smoothing` and `class_weights` change
-    the training loss of classification. A probe reads the hidden states after `layer`; every other
-    head has None and reads the last ones.
+    the training loss of classification. A predicted score is scale[0] + scale[1] times what the
+    head computes. A probe reads the hidden states after `layer`; every other head has None and
+    reads the last ones.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class Head:
     columns: dict[str, Any] | None = None
     smoothing: float = 0.0
     class_weights: tuple[float, ...] = ()
+    scale: tuple[float, float] = (0.0, 1.0)
     layer: int | None = None
 
 
@@ -149,8 +151,8 @@ class Task(ABC):
     counts_correct: ClassVar[bool] = True
     """Whether each prediction is either correct or wrong. The training log then has the
     accuracy."""
-    takes_class_weights: ClassVar[bool] = False
-    """Whether its training loss can use class weights and label smoothing."""
+    loss_settings: ClassVar[tuple[str, ...]] = ()
+    """The settings `loss.*` that it takes."""
     takes_probe: ClassVar[bool] = False
     """Whether its head can read another layer than the last; see `Head.layer`."""
     has_questions: ClassVar[bool] = False
