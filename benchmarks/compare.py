@@ -112,9 +112,7 @@ EXACT = {
     "mlm": Recipe(SMOKE, "text", TINY),
     "mlm+pairs": Recipe(SMOKE, "pairs", TINY | {"masking.pair_weight": 1}),
     "classify": Recipe(CLASSIFY, "classes", TINY),
-    "regress": Recipe(
-        "recipes/finetune/regress.toml", "scores", TINY | {"loss.standardize": False}
-    ),
+    "regress": Recipe(CLASSIFY, "scores", TINY | {"head": "regress"}),
     "span": Recipe("recipes/finetune/squad.toml", "spans", TINY),
     "tag": Recipe("recipes/finetune/tag.toml", "tags", TINY),
     "hilbert": Recipe(

@@ -39,6 +39,8 @@ KEYS = {
     "train.steps=100": "b3a79b823d657dcb",
     "head=classify model.architecture=hilbert_cnn": "a6df2a2c9f076ad0",
     "head=mlm train.trouble=skip train.spike=6": "8f9e8dde96ad66ed",
+    "head=classify init=i loss.class_weights=balanced": "066749d01e748b3a",  # before standardize
+    "head=classify init=i loss.label_smoothing=0.1": "b657a0e6620874a5",
     'head=mlm masking.pair_weight=1 batch.tokens=4096 train.only=["mlm_head"]': "5170f58ce4993f0c",
 }
 

@@ -13,7 +13,9 @@ from toys import Toys
 
 from xformer import checkpoint as checkpoints
 from xformer import config as settings
+from xformer.checkpoint import Checkpoint
 from xformer.convert import hf
+from xformer.data.batch import Batch
 from xformer.data.files import read_json
 from xformer.data.store import open_store
 from xformer.model.config import ModelConfig
@@ -21,7 +23,7 @@ from xformer.parallel.processes import ALONE
 from xformer.predictions import read
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
-from xformer.tasks.task import Head
+from xformer.tasks.task import Head, Predictions
 from xformer.texts import pack
 
 REGRESS = "recipes/finetune/regress.toml"
@@ -100,23 +102,45 @@ def test_equal_and_few_scores(stores: dict[str, Path], tmp_path: Path) -> None:
         line = [str(ROOT / REGRESS), f"data={stores[store]}", f"run={tmp_path / 'run'}", *more]
         setup = prepare(settings.load(Recipe, line), ALONE)
         assert setup.start.head is not None
-        return setup.start.head, [note for note in setup.notes if "scores" in note]
+        return setup.start.head, [note for note in setup.notes if "training scores" in note]
 
     assert head("equal")[0].scale == (7.0, 1.0)
     mean, deviation = spread(stores["far"])
-    about = f"(mean {mean:.4g}, standard deviation {deviation:.4g})"
-    one = f"scores are learnt standardized {about}: the loss is 1 if each is the mean"
-    assert head("far")[1] == [one]
+    assert head("far")[1] == [
+        "the loss is in units of the variance of the training scores "
+        f"(mean {mean:.4g}, standard deviation {deviation:.4g}): it is 1 if each score is the mean"
+    ]
     half = head("far", "fraction=0.5")[0].scale
     assert half != (mean, deviation)
     assert half == pytest.approx((mean, deviation), rel=0.2)
     raw, notes = head("far", "loss.standardize=false")
     assert raw.scale == Head("regress").scale
     assert notes == [
-        f"warning: a new head's scores are near 0, but the training scores are not {about}; "
-        "loss.standardize=true learns them far sooner"
+        f"warning: a new head's scores are near 0, but the training scores have mean {mean:.4g} "
+        f"and standard deviation {deviation:.4g}; loss.standardize=true learns them far sooner"
     ]
     assert head("z", "loss.standardize=false")[1] == []
+
+
+@pytest.mark.parametrize("unit", [4e-21, 1e20])
+def test_tiny_and_huge_units(unit: float, runs: dict[str, Path]) -> None:
+    """Such as energies in joule. Their squares have no float32."""
+    checkpoint = checkpoints.load(runs["far"])
+    scaled = checkpoint.with_head(Head("regress", scale=(5 * unit, unit)), 1)
+    batch = pack(checkpoint.tokenizer, ["bam dan", "dan"], [5 * unit, 6 * unit])
+    model = scaled.model()
+    loss = model.loss(batch).total
+    standard = (model.logits(batch).squeeze(1).double() / unit - torch.tensor([5.0, 6.0])).square()
+    assert loss.item() == pytest.approx(standard.sum().item(), rel=1e-3)
+    predictions = model_predictions(scaled, batch)
+    assert predictions.metrics()["loss"] == pytest.approx(standard.mean().item(), rel=1e-3)
+
+
+def model_predictions(checkpoint: Checkpoint, batch: Batch[torch.Tensor]) -> Predictions:
+    outputs = checkpoint.model().logits(batch).detach().numpy()
+    arrays = {"outputs": outputs, "label": np.asarray(batch.labels)}
+    assert checkpoint.task is not None
+    return Predictions(checkpoint.task, "valid", arrays)
 
 
 def test_only_scores_are_standardized(forks: Forks, data: Toys, tmp_path: Path) -> None:

@@ -391,8 +391,8 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
         write_text(Path(config.predictions), lines)
     for metric, value in scores.metrics.items():  # after the files: the output may be cut off
         say(f"{config.split} {metric} {value:.4f}")
-    if task.meaning and scored:  # last, as the precision
-        say(task.meaning, error=True)
+    if scored:  # last, as the precision
+        say(*filter(None, [task.remark(scores.predictions), task.meaning]), error=True)
 
 
 def _score_pairs(checkpoint: Checkpoint, config: EvaluateConfig, name: str, ranks: Ranks) -> None:

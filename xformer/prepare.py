@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from xformer.freeze import describe_frozen, weights_matching
 from xformer.model.config import DROPOUT, ModelConfig
 from xformer.parallel.precision import fast_on, reason_for_bf16
 from xformer.parallel.processes import Ranks
-from xformer.recipe import Recipe
+from xformer.recipe import UNUSED, Recipe
 from xformer.run import Run
 from xformer.scoring import check_kind
 from xformer.setup import Setup, planned_samples
@@ -36,6 +37,7 @@ from xformer.tasks.pairs import pair_scale
 from xformer.tasks.task import Head, Task
 
 PROBED = ("task_head",)  # what a probe trains
+SMALL, LOW = 256, 1e-4  # an encoder this wide learns little from a fine-tuning at a lower rate
 FAR = 10.0  # a mean or deviation of scores that a new head, whose scores are near 0, reaches late
 
 
@@ -64,6 +66,7 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     # before the mapping, because an operation may replace the tokenizer
     start = registry.apply(start, recipe.surgery, recipe.seed.of("weights"))
     split = store.split("train")
+    _check_mapping(recipe, start, store)
     array = mapping.build_mapping(recipe.mapping, store, start.tokenizer, start.config.vocab_size)
     recipe = _with_length(_with_probe(recipe), start, store)
     if 0 < recipe.batch.tokens < split.together * recipe.batch.max_tokens:
@@ -88,7 +91,10 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
         identity = np.arange(store.vocab_size)
         source, array = store.tokenizer(), identity if array is None else array
         start = replace(start, source=source, mapping=array)
+    else:  # not those of an earlier training
+        start = replace(start, source=None, mapping=None)
     notes = replaced + _notes(recipe, store, task, fresh, dropped, start)
+    notes += filter(None, [_other_ids(recipe, before, start), _low_rate(recipe, start, overrides)])
     about_labels = _missing_classes(recipe, store, samples), _about_scores(recipe, store, samples)
     notes += filter(None, about_labels)
     notes += describe_frozen(start, weights_matching(start, recipe.train.only), fresh)
@@ -108,6 +114,19 @@ def _check_used(recipe: Recipe, typed_keys: Collection[str]) -> None:
             raise BadInput(
                 f"optim.decay needs optim.schedule=wsd; with {recipe.optim.schedule} it is not used"
             )
+        other = UNUSED.get(key)
+        if other and other not in typed_keys and (value := attrgetter(other)(recipe)):
+            why = f"because the recipe has {other}={value}"
+            raise BadInput(f"{key} is not used, {why}; give {other}=0, too")
+
+
+def _check_mapping(recipe: Recipe, start: Checkpoint, store: Store) -> None:
+    """Raise BadInput if the store needs the mapping of `init`'s training, and it is left out."""
+    if recipe.mapping != "none" or start.source is None or start.head is None:
+        return
+    if start.source.fingerprint == store.fingerprint != start.tokenizer.fingerprint:
+        spec = start.head.mapping
+        raise BadInput(f"init={recipe.init} was trained with mapping={spec}; give it here, too")
 
 
 def with_precision(recipe: Recipe, ranks: Ranks) -> tuple[Recipe, str]:
@@ -378,6 +397,32 @@ def _pair_scale(recipe: Recipe, store: Store) -> float:
     return pair_scale(masking.pair_weight, masking.probability, split)
 
 
+def _other_ids(recipe: Recipe, before: Checkpoint, start: Checkpoint) -> str:
+    """A warning that symbols get other ids than in the training of `init`; "" if they do not."""
+    if before.mapping is None or before.source is None or start.source is None:
+        return ""
+    ids = dict(zip(start.source.pieces, np.asarray(start.mapping).tolist(), strict=True))
+    old = zip(before.source.pieces, before.mapping.tolist(), strict=True)
+    moved = [(piece, id_) for piece, id_ in old if ids.get(piece, id_) != id_]
+    if not moved:
+        return ""
+    (piece, id_), spec = moved[0], before.head.mapping if before.head else "none"
+    return (
+        f"warning: {len(moved)} symbols get other ids than in the training of init={recipe.init} "
+        f"({piece}: {ids[piece]}, not {id_}), so what it learnt of them is lost; a store with the "
+        f"same tokenizer and mapping={spec} keep them"
+    )
+
+
+def _low_rate(recipe: Recipe, start: Checkpoint, overrides: Collection[str] | None) -> str:
+    """A note that the recipe's rate is low for a small encoder; "" if the user chose it."""
+    rate, wide = recipe.optim.lr, start.config.hidden
+    chosen = overrides is None or "optim.lr" in overrides or recipe.train.only
+    if chosen or TASKS[recipe.head].predicts_masked or wide > SMALL or rate >= LOW:
+        return ""
+    return f"optim.lr={rate:g} is for large encoders; for one {wide} wide optim.lr=3e-4 is common"
+
+
 def _missing_classes(recipe: Recipe, store: Store, samples: Samples) -> str:
     """A warning that names the classes whose rows `fraction` all leaves out; "" if there are
     none."""
@@ -413,18 +458,15 @@ def _scale(recipe: Recipe, store: Store, samples: Samples) -> tuple[float, float
 
 
 def _about_scores(recipe: Recipe, store: Store, samples: Samples) -> str:
-    """A line about the unit in which scores are learnt, if it is not plain."""
-    if "standardize" not in TASKS[recipe.head].loss_settings:
+    """A warning that raw scores are far from those of a new head; "" if they are not."""
+    if "standardize" not in TASKS[recipe.head].loss_settings or recipe.loss.standardize:
         return ""
     mean, deviation = _spread(store, samples)
-    spread = f"mean {mean:.4g}, standard deviation {deviation:.4g}"
-    if recipe.loss.standardize:
-        return f"scores are learnt standardized ({spread}): the loss is 1 if each is the mean"
     if max(abs(mean), deviation) <= FAR:
         return ""
     return (
-        f"warning: a new head's scores are near 0, but the training scores are not ({spread}); "
-        "loss.standardize=true learns them far sooner"
+        f"warning: a new head's scores are near 0, but the training scores have mean {mean:.4g} "
+        f"and standard deviation {deviation:.4g}; loss.standardize=true learns them far sooner"
     )
 
 

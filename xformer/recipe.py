@@ -35,6 +35,7 @@ else:
 # had their defaults. Such a field enters the key of a study's run only if it differs from its
 # default, so earlier results keep their keys. Add each new field here.
 LATER = (
+    "loss.standardize",  # before its group, which has no such key then
     "loss",
     "mixture",
     "masking.final",
@@ -46,6 +47,7 @@ LATER = (
     "train.trouble",
     *(f"model.{name}" for name in NEWER),
 )
+UNUSED = {"train.epochs": "train.steps", "batch.rows": "batch.tokens"}  # if the other is not 0
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 

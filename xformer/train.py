@@ -284,6 +284,8 @@ def _finish(session: Session, model: Model) -> None:
             metrics[split] = scores.metrics
             if setup.ranks.rank == 0:
                 write(run.predictions_path(split), scores.predictions, setup.store.key)
+            if remark := setup.task.remark(scores.predictions):
+                monitor.say(f"{split}: {remark}")
     for split, values in metrics.items():
         monitor.event("end", state.step, split=split, **values)
     if not metrics:

@@ -10,12 +10,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from xformer.data import tokenizers
 from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.outputs import check_directory
+from xformer.data.store import Ragged, Store, open_store
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
@@ -34,6 +37,8 @@ from . import inputs
 from .documents import READ, Segments, TextOptions, files_of_part, read_documents, read_part
 
 LONGEST = 510  # tokens of BERT's longest row, without its two special tokens
+LONG, OFTEN = 16, 0.01  # a row of this many tokens says something; a share of repeated ones is told
+AT_ONCE, MULTIPLIER = 2**17, 0x9E3779B97F4A7C15  # rows that are hashed at once; an odd number
 
 
 def segment_batches(segments: Iterable[tuple[str, bool]]) -> Iterator[TextBatch]:
@@ -149,6 +154,35 @@ def write_text_store(
             }
         store.finish("text", [], None, {**origin, **options.bad.as_origin()})
         return store.splits
+
+
+def repeated_rows(store: Store) -> list[str]:
+    """A note for each split of which more than a share of OFTEN is in train, too. Rows of fewer
+    than LONG tokens do not count: headings and short lines recur in any text."""
+    notes, train = [], store.split("train").columns["tokens"]
+    for name in (name for name in store.splits if name != "train"):
+        known = np.concatenate(list(_hashes(store.split(name).columns["tokens"])))
+        found = np.zeros(len(known), bool)
+        for hashes in _hashes(train) if len(known) else ():
+            found |= np.isin(known, hashes)
+        if (count := int(found.sum())) > OFTEN * len(known):
+            share = f"{count:,} of the {len(known):,} rows of {name} with at least {LONG} tokens"
+            notes.append(f"note: {share} are in train, too, so its loss says less about new text")
+    return notes
+
+
+def _hashes(rows: Ragged) -> Iterator[np.ndarray]:
+    """The hashes of the rows of at least LONG tokens, uint64, in pieces of AT_ONCE rows: a random
+    number for each id times one for its place, summed modulo 2^64."""
+    of_id = np.random.default_rng(0).integers(2**64, size=2**18, dtype=np.uint64)
+    for first in range(0, len(rows), AT_ONCE):
+        ends = np.asarray(rows.offsets[first : first + AT_ONCE + 1], np.int64)
+        lengths, ids = np.diff(ends), np.asarray(rows.values[ends[0] : ends[-1]], np.int64)
+        of_place = np.cumprod(np.full(lengths.max(), MULTIPLIER, np.uint64))
+        places = np.arange(len(ids)) - np.repeat(ends[:-1] - ends[0], lengths)
+        terms = of_id[ids % len(of_id)] * of_place[places]
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms)])
+        yield np.diff(sums[ends - ends[0]])[lengths >= LONG]
 
 
 def _record(
@@ -299,3 +333,5 @@ def run(arguments: argparse.Namespace) -> None:
         )
     size = sum(path.stat().st_size for path in files) if arguments.part is None else 0
     say_written(arguments.output, written, started, size)
+    if arguments.part is None and len(splits) > 1:
+        say(*repeated_rows(open_store(arguments.output)), error=True)

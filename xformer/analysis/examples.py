@@ -21,6 +21,7 @@ from xformer.analysis.subcommand import NameList, Output
 from xformer.checkpoint import Checkpoint
 from xformer.config import Paths
 from xformer.data.batch import Assembler, Batch
+from xformer.data.display import say
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.joined import open_stores
@@ -177,6 +178,10 @@ def open_examples(config: ExamplesConfig, paths: list[str], most: int = DEFAULT_
         model = checkpoint.model().to(device)
         models.append(LoadedModel(name, path, key_of(path), checkpoint, model, assembler, device))
     _check_aligned(models)
+    if config.max_tokens is None:
+        limit, accepted = f"max_tokens={longest}", min(c.config.max_positions for c in loaded)
+        if note := models[0].assembler.truncation(limit, accepted, "; give max_tokens="):
+            say(note, error=True)
     count = min(config.examples, split.rows)
     rows, _ = Samples(split.rows, config.seed).at(np.arange(count))
     sizes = models[0].assembler.sizes(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -58,7 +59,9 @@ class Costs:
         for job in runs:
             work = None if job.done or job.key in kept else self.work[job.key]
             if work and work.kind not in self.rates:
-                steps = events(job.path, "train")
+                steps = list[dict[str, Any]]()
+                with suppress(OSError):  # the run is deleted meanwhile
+                    steps = events(job.path, "train")
                 speeds = [
                     s["real_tokens_per_second"] for s in steps if "real_tokens_per_second" in s
                 ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from xformer.config import all_keys, flat, nearest
 from xformer.data.errors import BadInput
-from xformer.recipe import Recipe
+from xformer.recipe import UNUSED, Recipe
 from xformer.study.forecast import Forecast, option_of, settings_of
 from xformer.study.plan import Job
 from xformer.study.spec import Deviation, Levels, within
@@ -19,7 +19,6 @@ PLACEHOLDER = re.compile(r"\{([^{}:]*):([^{}]*)\}")
 OF_MADE = re.compile(r"made\.([\w-]+)")
 OF_STAGE = re.compile(r"([\w-]+)(?:\(([^()]*)\))?")
 UNKNOWN = "?"
-UNUSED = {"train.epochs": "train.steps", "batch.rows": "batch.tokens"}  # if the other is given
 MOST = 4  # values that are listed; more numbers become a range
 
 

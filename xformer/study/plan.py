@@ -659,6 +659,8 @@ def identity(recipe: Recipe) -> dict[str, Any]:
         del content["train"][name]
     for (*groups, key), default in _later().items():
         own = reduce(dict.__getitem__, groups, content)
+        if isinstance(default, dict):  # without the keys of the group that are themselves later
+            default = {name: value for name, value in default.items() if name in own[key]}
         if own[key] == default:
             del own[key]
     # when the first results were made, `data` was a group that held `fraction`, and fp32 was not

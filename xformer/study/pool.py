@@ -34,7 +34,7 @@ POLL = 0.2  # seconds
 MINUTE = 60.0  # seconds between two progress lines in a log
 WARNINGS = "warnings.txt"  # what a command warned of, beside its kept result
 AGAIN = 30.0  # seconds after which the end of a job lets the time left be estimated again
-LATER = 300.0  # seconds after which it is estimated again in any case; at first after MINUTE
+LATER = 300.0  # seconds after which it is estimated again in any case
 # The imports of the fork server. It must be single-threaded and must not have initialized a device
 # when it forks, so nothing here may compute anything.
 PRELOADED = [
@@ -606,7 +606,7 @@ class StudyProgress(Progress):
         self.open = to_do(plan.jobs.values(), plan.wanted)
         self.said: set[str] = set()
         self.looked = self.ended = time.monotonic()
-        self._estimate(MINUTE)  # by then a run has logged its speed
+        self._estimate()
         super().__init__("study", len(plan.jobs), "jobs", lines=False, stay=True)
 
     def show(self, outcomes: dict[str, Outcome]) -> None:
@@ -657,9 +657,10 @@ class StudyProgress(Progress):
         spent = min(time.monotonic() - self.ended, max(costs, default=0.0))
         return max(0.0, rest - spent)
 
-    def _estimate(self, again: float = LATER) -> None:
+    def _estimate(self) -> None:
         costs = Costs(Forecast(self.plan))
         costs.rates = {**self.rates, **costs.rates}
         self.seconds = {key: costs.guess(job) for key, job in self.open.items()}
         self.estimated = time.monotonic()
-        self.due = self.estimated + again
+        # a run whose cost is not known will soon have logged its speed
+        self.due = self.estimated + (MINUTE if self.left() is None else LATER)

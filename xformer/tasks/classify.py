@@ -134,6 +134,13 @@ class Classify(Pooled):
             return line
         return f"{line}; --labels {shlex.quote(other)} at preprocessing changes it"
 
+    def remark(self, predictions: Predictions) -> str:
+        predicted, labels = predicted_and_labels(predictions)
+        if (predicted != predicted[0]).any():
+            return ""
+        name, share = self.head.labels[predicted[0]], (labels == predicted[0]).mean()
+        return f'every row is predicted as "{name}", the label of {share:.1%} of them'
+
     def note(self, split: Split) -> str:
         labels = np.asarray(split.columns["label"])
         unseen = int((labels == UNSEEN).sum())

@@ -104,6 +104,11 @@ class MLM(Task):
         losses = F.cross_entropy(logits, targets, reduction="none")
         return losses, (logits.detach().argmax(1) == targets).float()
 
+    @property
+    def meaning(self) -> str:
+        share = f"{self.head.masking:.0%} of all"
+        return f"the loss is of masked tokens, {share}: it compares only with others of this share"
+
     def head_flops(self, config: ModelConfig, work: Workload) -> int:
         C, E, V = config.hidden, config.width, config.vocab_size
         return (2 * C * E + 2 * E * V) * work.masked

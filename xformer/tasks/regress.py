@@ -31,8 +31,7 @@ from xformer.tasks.weighted import Weighted, pearson, spearman, values_of
 
 
 class Regress(Pooled):
-    """One score per sequence, trained with the squared error. Standardized, the loss is the share
-    of the training labels' variance that the scores leave: 1 if each score is their mean."""
+    """One score per sequence, trained with the squared error."""
 
     name = "regress"
     stores = ("score",)
@@ -57,12 +56,23 @@ class Regress(Pooled):
         return mean + deviation * in_full(super().logits(model, batch))
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
-        scores = self.logits(model, batch).squeeze(1)
-        labels = needed(batch.labels, "labels").to(scores.dtype)
+        mean, deviation = self.head.scale
+        scores = in_full(super().logits(model, batch)).squeeze(1)
+        labels = (needed(batch.labels, "labels").to(scores.dtype) - mean) / deviation
         real = ~labels.isnan()  # filler has no label; see xformer.data.capacity
         labels = torch.where(real, labels, scores.detach())
-        total = F.mse_loss(scores, labels, reduction="sum") / self.head.scale[1] ** 2
+        total = F.mse_loss(scores, labels, reduction="sum")
         return Loss(total, real.sum(), torch.zeros_like(total.detach()))
+
+    @property
+    def meaning(self) -> str:
+        mean, deviation = self.head.scale
+        if self.head.scale == (0.0, 1.0):
+            return ""
+        return (
+            f"the loss is in units of the variance of the training scores (mean {mean:.4g}, "
+            f"standard deviation {deviation:.4g}): it is 1 if each score is the mean"
+        )
 
     def has_unlabelled(self, split: Split) -> bool:
         return bool(np.isnan(np.asarray(split.columns["label"])).any())
@@ -77,7 +87,7 @@ class Regress(Pooled):
         """The loss is a mean over rows. If rows form groups, the correlations are over groups, with
         the mean predicted score of each group's rows."""
         outputs, labels, _ = finite_rows(predictions)
-        loss = float(((outputs[:, 0] - labels) ** 2).mean()) / self.head.scale[1] ** 2
+        loss = float((((outputs[:, 0] - labels) / self.head.scale[1]) ** 2).mean())
         return {"loss": loss} | values_of(self.weighted(predictions))
 
     def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
@@ -89,7 +99,7 @@ class Regress(Pooled):
         return {name: Weighted(len(labels), labels, score) for name, score in scores.items()}
 
     def table(self, outputs: np.ndarray, split: Split, threshold: float | None = None) -> Table:
-        return {"score": [f"{score:.6g}" for score in outputs[:, 0]]} | of_rows(split)
+        return {"score": [str(score) for score in outputs[:, 0]]} | of_rows(split)
 
     def gold(self, split: Split) -> list[str] | None:
         labels = np.asarray(split.columns["label"])

@@ -272,6 +272,10 @@ class Task(ABC):
         """A line that explains a metric, such as which class f1 is about; "" if none needs it."""
         return ""
 
+    def remark(self, predictions: Predictions) -> str:
+        """A line about predictions that say little, whatever their score; "" if there is none."""
+        return ""
+
     def default_metric(self, of_store: str | None) -> str:
         """The metric that decides which checkpoint is best. `of_store` is the one that the store
         names, if any."""

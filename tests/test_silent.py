@@ -1,0 +1,176 @@
+"""What would otherwise go wrong without a word: a line names it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import CLASSIFY, ROOT, SMOKE, Forks, good, refused, training
+from toys import Toys
+
+from xformer import checkpoint as checkpoints
+from xformer import config as settings
+from xformer.analysis.examples import ExamplesConfig, open_examples
+from xformer.checkpoint import Checkpoint
+from xformer.data.errors import BadInput
+from xformer.data.store import open_store
+from xformer.evaluate import assembler_for
+from xformer.parallel.processes import ALONE
+from xformer.predictions import read
+from xformer.prepare import prepare
+from xformer.preprocess.corpora.text import LONG, repeated_rows
+from xformer.recipe import Recipe
+from xformer.setup import Setup
+
+PLAIN = "batch.max_tokens=16"
+
+
+def setup(recipe: str, typed: tuple[str, ...], *more: str) -> Setup:
+    """What `prepare` makes of a command line. `typed` are the keys that it counts as typed."""
+    return prepare(
+        settings.load(Recipe, [str(ROOT / recipe), *more, *typed]),
+        ALONE,
+        [part.partition("=")[0] for part in typed],
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "store", "typed", "because"),
+    [
+        (SMOKE, "text", "train.epochs=2", "train.steps="),
+        ("recipes/pretrain/demo.toml", "text", "batch.rows=2", "batch.tokens="),
+    ],
+)
+def test_a_typed_length_has_an_effect(
+    recipe: str, store: str, typed: str, because: str, data: Toys, forks: Forks, tmp_path: Path
+) -> None:
+    line = [f"data={getattr(data, store)}", f"run={tmp_path / 'run'}"]
+    key, other = typed.partition("=")[0], because.rstrip("=")
+    refused(
+        forks.run("train.py", recipe, *line, typed),
+        f"{key} is not used, because the recipe has {because}",
+        f"give {other}=0, too",
+    )
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(BadInput, match=f"{key} is not used"):
+        setup(recipe, (typed,), *line)
+    setup(recipe, (typed, f"{other}=0"), *line)
+    sweep = ["-m", "xformer.study", "sweep", recipe, *line[:1], f"{key}=2,3", "--dry-run"]
+    refused(forks.run(*sweep), f"{key} is not used, because the recipe has {because}")
+
+
+def test_a_small_encoder_needs_a_higher_rate(data: Toys, learned: dict[str, Path]) -> None:
+    line = (f"data={data.classes}", "run=runs/x", f"init={learned['text']}", PLAIN)
+    word = "optim.lr=2e-05 is for large encoders; for one 32 wide optim.lr=3e-4 is common"
+    wide = checkpoints.load(learned["text"]).config.hidden
+    word = word.replace("32 wide", f"{wide} wide")
+    assert word in setup(CLASSIFY, (), *line).notes
+    for typed in (("optim.lr=2e-5",), ("optim.lr=3e-4",)):
+        assert not [n for n in setup(CLASSIFY, typed, *line).notes if "large encoders" in n]
+
+
+def test_a_run_that_always_predicts_one_class(
+    data: Toys, learned: dict[str, Path], forks: Forks, tmp_path: Path
+) -> None:
+    """The line names the class and its share of the labels, in training and in evaluation."""
+    run, words = tmp_path / "run", r'every row is predicted as "(no|yes)", the label of ([\d.]+)%'
+    done = good(forks.run(*training(CLASSIFY, data.classes, run, PLAIN, "optim.lr=1e-12")))
+    for split in ("valid", "test"):
+        assert (told := re.search(rf"{split}: {words}", done.err)), done.err
+        predictions = read(run / f"predictions/{split}.npz")
+        labels = np.array(["no", "yes"])[predictions.arrays["label"]]
+        assert f"{(labels == told[1]).mean():.1%}" == f"{told[2]}%"
+    scored = good(forks.run("evaluate.py", str(run), f"data={data.classes}", "split=test"))
+    assert re.search(words, scored.err)
+    line = [str(learned["classes"]), f"data={data.classes}", "split=test"]
+    assert "every row" not in good(forks.run("evaluate.py", *line)).err
+
+
+def test_the_loss_of_masked_tokens_names_their_share(
+    data: Toys, learned: dict[str, Path], forks: Forks
+) -> None:
+    line = [str(learned["text"]), f"data={data.text}", "split=test"]
+    head = checkpoints.load(learned["text"]).head
+    assert head is not None
+    share = f"{head.masking:.0%}"
+    words = f"the loss is of masked tokens, {share} of all: it compares only with others of this"
+    assert words in good(forks.run("evaluate.py", *line)).err
+
+
+def ids_of(checkpoint: Checkpoint) -> dict[str, int]:
+    """The id that the model reads for each symbol."""
+    assert checkpoint.source is not None
+    assert checkpoint.mapping is not None
+    return dict(zip(checkpoint.source.pieces, checkpoint.mapping.tolist(), strict=True))
+
+
+def test_the_mapping_of_the_first_training(data: Toys, learned: dict[str, Path]) -> None:
+    """It must be given again; another one is named, and a run without any forgets it."""
+    line = (f"data={data.splice}", "run=runs/x", f"init={learned['splice']}", "batch.max_tokens=64")
+    with pytest.raises(BadInput, match="was trained with mapping=symbols:3; give it here, too"):
+        setup(CLASSIFY, (), *line)
+    same = setup(CLASSIFY, ("mapping=symbols:3",), *line)
+    assert not [note for note in same.notes if "other ids" in note]
+    other = setup(CLASSIFY, ("mapping=symbols:4",), *line)
+    (note,) = [note for note in other.notes if "other ids" in note]
+    old, new = map(ids_of, (same.start, other.start))
+    letter = next(piece for piece in old if old[piece] != new[piece])
+    assert f"({letter}: {new[letter]}, not {old[letter]})" in note
+    assert note.endswith("a store with the same tokenizer and mapping=symbols:3 keep them")
+
+    plain = (f"data={data.classes}", "run=runs/x", f"init={learned['splice']}", PLAIN)
+    again = setup(CLASSIFY, (), *plain).start
+    assert again.source is None
+    assert again.mapping is None
+    rows = assembler_for(again, open_store(data.classes), "test", None)
+    batch = rows.batch(np.arange(3))
+    raw = replace(rows, mapping=None).batch(np.arange(3))
+    assert batch.tokens.tolist() == raw.tokens.tolist()
+
+
+def test_analyses_say_what_they_do_not_read(
+    data: Toys, learned: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(**more: int) -> str:
+        config = ExamplesConfig(data=str(data.splice), out="x", **more)
+        open_examples(config, [str(learned["splice"])], 20)
+        return capsys.readouterr().err
+
+    assert "rows are longer than max_tokens=20 and are truncated; the longest needs 62" in said()
+    assert said(max_tokens=20) == ""
+
+
+def test_rows_of_valid_that_train_has(preprocess, tmp_path: Path, data: Toys, capsys) -> None:  # type: ignore[no-untyped-def]
+    """Counted one by one, too. Short rows, and few repeated ones, are not told."""
+    draw = np.random.default_rng(0)
+    words = ["bam", "dan", "foo", "bar", "baz"]
+    lines = [" ".join(draw.choice(words, draw.integers(2, 60))) for _ in range(400)]
+    (tmp_path / "train.txt").write_text("\n".join(lines[:300]))
+
+    def made(*held_out: str) -> tuple[str, list[str]]:
+        (tmp_path / "valid.txt").write_text("\n".join(held_out))
+        line = ["--valid", tmp_path / "valid.txt", "--tokenizer", data.tokenizer, "--lines"]
+        line += ["--overwrite", "--output", tmp_path / "store"]
+        capsys.readouterr()
+        preprocess("text", "--input", tmp_path / "train.txt", *line)
+        return capsys.readouterr().err, repeated_rows(open_store(tmp_path / "store"))
+
+    err, notes = made(*lines[290:])
+    store = open_store(tmp_path / "store")
+    train, valid = (
+        [tuple(column[i].tolist()) for i in range(len(column))]
+        for column in (store.split(name).columns["tokens"] for name in ("train", "valid"))
+    )
+    long = [row for row in valid if len(row) >= LONG]
+    count = sum(row in train for row in long)
+    assert 0 < count <= 10
+    assert notes == [
+        f"note: {count} of the {len(long)} rows of valid with at least {LONG} tokens are in train, "
+        "too, so its loss says less about new text"
+    ]
+    assert notes[0] in err
+    assert made(*lines[300:])[1] == []
+    assert made(*(line for line in lines[:300] if len(line.split()) < 4))[1] == []
