@@ -162,10 +162,10 @@ def repeated_rows(store: Store) -> list[str]:
     notes, train = [], store.split("train").columns["tokens"]
     for name in (name for name in store.splits if name != "train"):
         known = np.concatenate(list(_hashes(store.split(name).columns["tokens"])))
-        found = np.zeros(len(known), bool)
+        repeated = np.zeros(len(known), bool)
         for hashes in _hashes(train) if len(known) else ():
-            found |= np.isin(known, hashes)
-        if (count := int(found.sum())) > OFTEN * len(known):
+            repeated |= np.isin(known, hashes)
+        if (count := int(repeated.sum())) > OFTEN * len(known):
             share = f"{count:,} of the {len(known):,} rows of {name} with at least {LONG} tokens"
             notes.append(f"note: {share} are in train, too, so its loss says less about new text")
     return notes
