@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import CLASSIFY, ROOT, SMOKE, Forks, good, refused, training
+from helpers import CLASSIFY, ROOT, SMOKE, TINY, Forks, command, good, refused, training
 from toys import Toys
 
 from xformer import checkpoint as checkpoints
@@ -17,13 +18,21 @@ from xformer.analysis.examples import ExamplesConfig, open_examples
 from xformer.checkpoint import Checkpoint
 from xformer.data.errors import BadInput
 from xformer.data.store import open_store
+from xformer.data.tokenizers import load_tokenizer
 from xformer.evaluate import assembler_for
+from xformer.model.config import ModelConfig
 from xformer.parallel.processes import ALONE
 from xformer.predictions import read
 from xformer.prepare import prepare
 from xformer.preprocess.corpora.text import LONG, repeated_rows
 from xformer.recipe import Recipe
 from xformer.setup import Setup
+from xformer.study import sweep
+from xformer.study.plan import Plan
+from xformer.study.report import build_report, render
+from xformer.study.results import Results
+from xformer.study.spec import read_study
+from xformer.tasks.task import Head
 
 PLAIN = "batch.max_tokens=16"
 
@@ -67,7 +76,8 @@ def test_a_small_encoder_needs_a_higher_rate(data: Toys, learned: dict[str, Path
     word = "optim.lr=2e-05 is for large encoders; for one 32 wide optim.lr=3e-4 is common"
     wide = checkpoints.load(learned["text"]).config.hidden
     word = word.replace("32 wide", f"{wide} wide")
-    assert word in setup(CLASSIFY, (), *line).notes
+    assert word in setup(CLASSIFY, ("seed=1",), *line).notes
+    assert word not in setup(CLASSIFY, (), *line).notes  # a run of a study
     for typed in (("optim.lr=2e-5",), ("optim.lr=3e-4",)):
         assert not [n for n in setup(CLASSIFY, typed, *line).notes if "large encoders" in n]
 
@@ -95,8 +105,8 @@ def test_the_loss_of_masked_tokens_names_their_share(
     line = [str(learned["text"]), f"data={data.text}", "split=test"]
     head = checkpoints.load(learned["text"]).head
     assert head is not None
-    share = f"{head.masking:.0%}"
-    words = f"the loss is of masked tokens, {share} of all: it compares only with others of this"
+    share = f"{100 * head.masking:.3g} % of all tokens"
+    words = f"validation masks {share}: its loss compares only with others of this share"
     assert words in good(forks.run("evaluate.py", *line)).err
 
 
@@ -174,3 +184,83 @@ def test_rows_of_valid_that_train_has(preprocess, tmp_path: Path, data: Toys, ca
     assert notes[0] in err
     assert made(*lines[300:])[1] == []
     assert made(*(line for line in lines[:300] if len(line.split()) < 4))[1] == []
+
+
+def test_a_study_repeats_the_warnings_of_its_runs(data: Toys, forks: Forks, tmp_path: Path) -> None:
+    """Each once while it runs; in the report with the number of runs."""
+    line = ["-m", "xformer.study", "sweep", CLASSIFY, f"data={data.classes}", "seed=0,1"]
+    line += ["batch.max_tokens=6", "train.epochs=1", "optim.lr=1e-12", "jobs=1"]
+    line += [part for part in TINY if part.startswith("model.")]
+    done = good(forks.run(*line, f"output={tmp_path / 'runs'}"))
+    (report,) = (tmp_path / "runs").glob("*/report.md")
+    text = report.read_text()
+    assert done.err.count("    WARNING: ") == 1
+    assert "2 of 2 runs of run, such as run seed=0: WARNING: " in text
+    assert "every row is predicted as " in text
+
+
+@pytest.mark.parametrize(
+    ("keys", "compares"),
+    [(["masking.probability=0.1,0.5"], False), (["optim.lr=1e-3,1e-4"], True)],
+)
+def test_a_sweep_does_not_rank_losses_of_other_tasks(
+    keys: list[str], compares: bool, data: Toys, tmp_path: Path
+) -> None:
+    study = sweep.read([SMOKE, f"data={data.text}", *keys, "seed=0,1"])
+    file = tmp_path / "x.toml"
+    study.write(file)
+    plan = Plan(read_study(file, ""), tmp_path / "studies", {})
+    for number, run in enumerate(plan.runs("run")):
+        run.path.mkdir(parents=True)
+        metrics = {"valid": {"loss": 1.0 + number, "accuracy": 0.1}}
+        run.proof.write_text(json.dumps({"metrics": metrics, "seconds": 2.0}))
+    text = render(build_report(Results(plan), {}, plan.root / "x"), "md")
+    assert ("Best on valid: " in text) == compares
+    other = (
+        "These losses do not compare over masking.probability: each run is validated with its own"
+    )
+    assert (other in text) != compares
+
+
+def test_the_second_model_keeps_the_mapping_of_its_training(
+    data: Toys, learned: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read_as(**more: str) -> tuple[list[list[int]], str]:
+        config = ExamplesConfig(data=str(data.splice), out="x", max_tokens=64, **more)
+        paths = [str(learned["text"]), str(learned["splice"])]
+        models = open_examples(config, paths).models
+        ids = [model.assembler.batch(np.arange(1)).tokens.tolist() for model in models]
+        return ids, capsys.readouterr().err
+
+    (first, second), said = read_as(mapping="symbols:9")
+    assert said == ""
+    assert first != second
+    assert second == read_as(mapping="symbols:3")[0][1]
+    (first, second), said = read_as(mapping="symbols:9", mapping_b="symbols:9")
+    assert first == second
+    assert "was trained with mapping=symbols:3, not symbols:9" in said
+
+
+def test_vectors_as_the_model_was_published(minilm: Path, forks: Forks, tmp_path: Path) -> None:
+    good(forks.run("-m", "xformer.convert", "from-hf", str(minilm), str(tmp_path / "m")))
+    (tmp_path / "texts.txt").write_text("one\ntwo\n")
+    line = ["-m", "xformer.encode", str(tmp_path / "m"), f"input={tmp_path / 'texts.txt'}"]
+    line.append(f"out={tmp_path / 'x.npy'}")
+    words = "makes this model's vectors with pooling=mean normalize=true max_tokens=256"
+    assert words in good(command(*line)).err
+    assert words not in good(command(*line, "normalize=true")).err
+
+
+def test_scores_with_a_foreign_tokenizer(shared: Path, forks: Forks, tmp_path: Path) -> None:
+    """An encoder of brackets has no words; another encoder of text has its own."""
+    vocabulary = shared / "vocabs/bert-base-uncased.vocab.txt"
+    made = ["preprocess.py", "tokenizer", "--from", str(vocabulary), "--output"]
+    good(forks.run(*made, str(tmp_path / "bert")))
+    shape = ModelConfig(vocab_size=30522, layers=1, hidden=16, heads=2, intermediate=16)
+    other = checkpoints.fresh(shape, load_tokenizer(tmp_path / "bert"), 0)
+    checkpoints.save(other.with_head(Head("mlm")), tmp_path / "other")
+    line = ["-m", "xformer.analysis", "blimp", "micro/brackets", str(tmp_path / "other"), "pairs=1"]
+    line += [f"data={shared / 'blimp/BLiMP.zip'}", f"out={tmp_path / 'out'}", "threads=1"]
+    err = good(command(*line, "tokenizer=micro/english")).err
+    words = "was trained with a tokenizer for text of its own, so with tokenizer=micro/english its"
+    assert [f"{tmp_path / 'other'} {words}" in err, f"brackets {words}" in err] == [True, False]

@@ -18,7 +18,9 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from xformer import checkpoint as checkpoints
+from xformer.checkpoint import Checkpoint
 from xformer.config import Settings, help_text, parse_overrides, validate
+from xformer.convert.hf import vector_arguments
 from xformer.data.batch import CHUNK
 from xformer.data.display import say
 from xformer.data.errors import BadInput, typed
@@ -78,6 +80,8 @@ def main(read_texts: ReadTexts) -> None:
     with processes.group():
         config = parse_arguments(arguments)
         checkpoint = checkpoints.load(arguments[0])
+        if not any(a.startswith(("pooling=", "normalize=", "max_tokens=")) for a in arguments):
+            _say_published(checkpoint)
         texts = read_texts(Path(config.input), config.column)
         ranks = processes.start(SystemConfig(threads=config.threads))
         if ranks.world_size > 1:
@@ -94,6 +98,15 @@ def main(read_texts: ReadTexts) -> None:
     record = {"checkpoint": arguments[0], **config.model_dump(exclude_none=True)}
     write_vectors(Path(config.out), vectors, record)
     say(f"{config.out}: {len(vectors):,} vectors of {vectors.shape[1]} numbers")
+
+
+def _say_published(checkpoint: Checkpoint) -> None:
+    """Say which settings the vectors of sentence-transformers have, if the checkpoint was imported
+    with them."""
+    records = (record["sentence"] for record in checkpoint.history if "sentence" in record)
+    if sentence := next(records, None):
+        given = vector_arguments(sentence) or "a pooling that this command does not have"
+        say(f"note: sentence-transformers makes this model's vectors with {given}", error=True)
 
 
 def parse_arguments(arguments: list[str]) -> EncodeConfig:

@@ -37,7 +37,7 @@ from xformer.tasks.pairs import pair_scale
 from xformer.tasks.task import Head, Task
 
 PROBED = ("task_head",)  # what a probe trains
-SMALL, LOW = 256, 1e-4  # an encoder this wide learns little from a fine-tuning at a lower rate
+SMALL, LOW = 256, 2e-5  # an encoder this wide learns little from a fine-tuning at BERT's rate
 FAR = 10.0  # a mean or deviation of scores that a new head, whose scores are near 0, reaches late
 
 
@@ -54,7 +54,8 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     """
     if recipe.init == "":
         raise BadInput("init must be given: init=CHECKPOINT, or init=RUN of a finished run")
-    _check_used(recipe, overrides or ())
+    resumed = not recipe.overwrite and is_run(Path(recipe.run) / "config.json")
+    _check_used(recipe, () if resumed else overrides or ())
     recipe, precision = with_precision(recipe, ranks)
     store = open_stores(recipe.data)
     for name in store.splits:
@@ -94,7 +95,9 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     else:  # not those of an earlier training
         start = replace(start, source=None, mapping=None)
     notes = replaced + _notes(recipe, store, task, fresh, dropped, start)
-    notes += filter(None, [_other_ids(recipe, before, start), _low_rate(recipe, start, overrides)])
+    notes += filter(
+        None, [_other_ids(recipe, before, start, store), _low_rate(recipe, start, overrides)]
+    )
     about_labels = _missing_classes(recipe, store, samples), _about_scores(recipe, store, samples)
     notes += filter(None, about_labels)
     notes += describe_frozen(start, weights_matching(start, recipe.train.only), fresh)
@@ -124,8 +127,8 @@ def _check_mapping(recipe: Recipe, start: Checkpoint, store: Store) -> None:
     """Raise BadInput if the store needs the mapping of `init`'s training, and it is left out."""
     if recipe.mapping != "none" or start.source is None or start.head is None:
         return
-    if start.source.fingerprint == store.fingerprint != start.tokenizer.fingerprint:
-        spec = start.head.mapping
+    same, spec = start.source.fingerprint == store.fingerprint, start.head.mapping
+    if same and spec != "none" and store.fingerprint != start.tokenizer.fingerprint:
         raise BadInput(f"init={recipe.init} was trained with mapping={spec}; give it here, too")
 
 
@@ -397,11 +400,14 @@ def _pair_scale(recipe: Recipe, store: Store) -> float:
     return pair_scale(masking.pair_weight, masking.probability, split)
 
 
-def _other_ids(recipe: Recipe, before: Checkpoint, start: Checkpoint) -> str:
-    """A warning that symbols get other ids than in the training of `init`; "" if they do not."""
-    if before.mapping is None or before.source is None or start.source is None:
+def _other_ids(recipe: Recipe, before: Checkpoint, start: Checkpoint, store: Store) -> str:
+    """A warning that symbols get other ids than in the training of `init`; "" if they do not, or
+    if an operation has changed the weights."""
+    if before.mapping is None or before.source is None or recipe.surgery:
         return ""
-    ids = dict(zip(start.source.pieces, np.asarray(start.mapping).tolist(), strict=True))
+    pieces = store.tokenizer().pieces
+    new = np.arange(len(pieces)) if start.mapping is None else start.mapping
+    ids = dict(zip(pieces, new.tolist(), strict=True))
     old = zip(before.source.pieces, before.mapping.tolist(), strict=True)
     moved = [(piece, id_) for piece, id_ in old if ids.get(piece, id_) != id_]
     if not moved:
@@ -415,12 +421,11 @@ def _other_ids(recipe: Recipe, before: Checkpoint, start: Checkpoint) -> str:
 
 
 def _low_rate(recipe: Recipe, start: Checkpoint, overrides: Collection[str] | None) -> str:
-    """A note that the recipe's rate is low for a small encoder; "" if the user chose it."""
-    rate, wide = recipe.optim.lr, start.config.hidden
-    chosen = overrides is None or "optim.lr" in overrides or recipe.train.only
-    if chosen or TASKS[recipe.head].predicts_masked or wide > SMALL or rate >= LOW:
+    """A note that BERT's rate is low for a small encoder; "" if the user typed it."""
+    wide, untyped = start.config.hidden, overrides and "optim.lr" not in overrides
+    if not untyped or recipe.optim.lr != LOW or wide > SMALL or recipe.train.only:
         return ""
-    return f"optim.lr={rate:g} is for large encoders; for one {wide} wide optim.lr=3e-4 is common"
+    return f"optim.lr={LOW:g} is for large encoders; for one {wide} wide optim.lr=3e-4 is common"
 
 
 def _missing_classes(recipe: Recipe, store: Store, samples: Samples) -> str:

@@ -285,7 +285,7 @@ def _finish(session: Session, model: Model) -> None:
             if setup.ranks.rank == 0:
                 write(run.predictions_path(split), scores.predictions, setup.store.key)
             if remark := setup.task.remark(scores.predictions):
-                monitor.say(f"{split}: {remark}")
+                monitor.say(f"warning: {split}: {remark}")
     for split, values in metrics.items():
         monitor.event("end", state.step, split=split, **values)
     if not metrics:

@@ -38,7 +38,7 @@ from .documents import READ, Segments, TextOptions, files_of_part, read_document
 
 LONGEST = 510  # tokens of BERT's longest row, without its two special tokens
 LONG, OFTEN = 16, 0.01  # a row of this many tokens says something; a share of repeated ones is told
-AT_ONCE, MULTIPLIER = 2**17, 0x9E3779B97F4A7C15  # rows that are hashed at once; an odd number
+AT_ONCE, HASHED = 2**16, 64  # rows that are compared at once, and their first tokens
 
 
 def segment_batches(segments: Iterable[tuple[str, bool]]) -> Iterator[TextBatch]:
@@ -163,26 +163,29 @@ def repeated_rows(store: Store) -> list[str]:
     for name in (name for name in store.splits if name != "train"):
         known = np.concatenate(list(_hashes(store.split(name).columns["tokens"])))
         repeated = np.zeros(len(known), bool)
-        for hashes in _hashes(train) if len(known) else ():
-            repeated |= np.isin(known, hashes)
+        with Progress(f"comparing {name} with train", len(train), "rows") as bar:
+            for hashes in _hashes(train, bar) if len(known) else ():
+                repeated |= np.isin(known, hashes)
         if (count := int(repeated.sum())) > OFTEN * len(known):
             share = f"{count:,} of the {len(known):,} rows of {name} with at least {LONG} tokens"
             notes.append(f"note: {share} are in train, too, so its loss says less about new text")
     return notes
 
 
-def _hashes(rows: Ragged) -> Iterator[np.ndarray]:
-    """The hashes of the rows of at least LONG tokens, uint64, in pieces of AT_ONCE rows: a random
-    number for each id times one for its place, summed modulo 2^64."""
-    of_id = np.random.default_rng(0).integers(2**64, size=2**18, dtype=np.uint64)
+def _hashes(rows: Ragged, progress: Progress | None = None) -> Iterator[np.ndarray]:
+    """The hashes of the rows of at least LONG tokens, uint64, in pieces: of the number of tokens
+    and the first HASHED of them, a random number for each id times one for its place."""
+    draw = np.random.default_rng(0)
+    of_id, of_place = (draw.integers(2**64, size=n, dtype=np.uint64) for n in (2**18, HASHED))
     for first in range(0, len(rows), AT_ONCE):
         ends = np.asarray(rows.offsets[first : first + AT_ONCE + 1], np.int64)
-        lengths, ids = np.diff(ends), np.asarray(rows.values[ends[0] : ends[-1]], np.int64)
-        of_place = np.cumprod(np.full(lengths.max(), MULTIPLIER, np.uint64))
-        places = np.arange(len(ids)) - np.repeat(ends[:-1] - ends[0], lengths)
-        terms = of_id[ids % len(of_id)] * of_place[places]
-        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms)])
-        yield np.diff(sums[ends - ends[0]])[lengths >= LONG]
+        starts, lengths = ends[:-1], np.diff(ends)
+        long = lengths >= LONG
+        places = np.minimum(np.arange(HASHED), lengths[long, None] - 1) + starts[long, None]
+        ids = np.asarray(rows.values[places], np.int64) % len(of_id)
+        if progress is not None:
+            progress.advance(len(starts))
+        yield (of_id[ids] * of_place).sum(1) + lengths[long].astype(np.uint64)
 
 
 def _record(

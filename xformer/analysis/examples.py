@@ -58,7 +58,8 @@ class ExamplesConfig(Output):
     """How store ids become the checkpoint's ids (see train.py --help). Default: the mapping of its
     training."""
     mapping_b: str | None = None
-    """The mapping of all checkpoints but the first. Default: the same as `mapping`."""
+    """The mapping of all checkpoints but the first. Default: the mapping of their training if they
+    have one, or else the same as `mapping`."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of all random choices."""
 
@@ -169,6 +170,11 @@ def open_examples(config: ExamplesConfig, paths: list[str], most: int = DEFAULT_
     models = []
     for i, (path, name, checkpoint) in enumerate(zip(paths, names, loaded, strict=True)):
         spec = config.mapping if i == 0 or config.mapping_b is None else config.mapping_b
+        if i > 0 and config.mapping_b is None and checkpoint.source is not None:
+            spec = None
+        trained = checkpoint.head.mapping if checkpoint.head else "none"
+        if spec not in (None, trained) and trained != "none":
+            say(f"warning: {path} was trained with mapping={trained}, not {spec}", error=True)
         try:
             array = _mapping(checkpoint, store, spec)
         except BadInput as error:
@@ -180,7 +186,8 @@ def open_examples(config: ExamplesConfig, paths: list[str], most: int = DEFAULT_
     _check_aligned(models)
     if config.max_tokens is None:
         limit, accepted = f"max_tokens={longest}", min(c.config.max_positions for c in loaded)
-        if note := models[0].assembler.truncation(limit, accepted, "; give max_tokens="):
+        remedy = "; give max_tokens=" if longest < accepted else ""
+        if note := models[0].assembler.truncation(limit, accepted, remedy):
             say(note, error=True)
     count = min(config.examples, split.rows)
     rows, _ = Samples(split.rows, config.seed).at(np.arange(count))

@@ -533,7 +533,7 @@ def _read_sentence_files(directory: Path) -> tuple[dict[str, Any], list[str]]:
     return {n: read_json(directory / n) for n in names if (directory / n).is_file()}, []
 
 
-def _vector_arguments(sentence: dict[str, Any]) -> str:
+def vector_arguments(sentence: dict[str, Any]) -> str:
     """The arguments of `xformer encode` that give the vectors of sentence-transformers. "" if the
     files name a pooling that we do not have, or several."""
     named = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"}
@@ -577,8 +577,10 @@ def import_report(imported: Imported) -> list[str]:
             f"transformers gives other positions to rows with the id {before}, and to-hf refuses "
             "this checkpoint"
         )
-    if arguments := _vector_arguments(checkpoint.history[-1].get("sentence", {})):
-        lines.append(f"the vectors of sentence-transformers: xformer encode {arguments}")
+    if sentence := checkpoint.history[-1].get("sentence"):
+        made = vector_arguments(sentence)
+        how = f"xformer encode {made}" if made else "a pooling that xformer encode does not have"
+        lines.append(f"the vectors of sentence-transformers: {how}")
     lines.append(f"not imported: {', '.join(imported.left) or 'none'}")
     if imported.lacking:
         lines.append(f"not in the source, initialised when trained: {', '.join(imported.lacking)}")

@@ -32,7 +32,7 @@ SCRIPTS = ("preprocess.py", "train.py", "evaluate.py")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)  # they end a study at its next poll
 POLL = 0.2  # seconds
 MINUTE = 60.0  # seconds between two progress lines in a log
-WARNINGS = "warnings.txt"  # what a command warned of, beside its kept result
+WARNINGS = "warnings.txt"  # what a job warned of, beside its kept result
 AGAIN = 30.0  # seconds after which the end of a job lets the time left be estimated again
 LATER = 300.0  # seconds after which it is estimated again in any case
 # The imports of the fork server. It must be single-threaded and must not have initialized a device
@@ -509,13 +509,13 @@ def last_words(job: Job, status: int) -> str:
 
 
 def warnings_of(job: Job) -> list[str]:
-    """The warnings in the log of a command, such as that its tokenizer does not know the text, or
-    those that were kept with its result. [] for a run, or if the log is gone."""
+    """The warnings in the log of a job, such as that its tokenizer does not know the text, or those
+    that were kept with its result. [] if the log is gone."""
     log = log_of(job) if log_of(job).is_file() else job.path / WARNINGS
-    if job.recipe is not None or not log.is_file():
+    if not log.is_file():
         return []
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return list(dict.fromkeys(line for line in lines if line.startswith("warning: ")))
+    return list(dict.fromkeys(line for line in lines if line.lower().startswith("warning: ")))
 
 
 # --------------------------------------------------------------------------------- a whole study
@@ -605,6 +605,7 @@ class StudyProgress(Progress):
         self.plan, self.slots, self.keep, self.rates = plan, slots, keep, rates or {}
         self.open = to_do(plan.jobs.values(), plan.wanted)
         self.said: set[str] = set()
+        self.warned: set[str] = set()  # each warning is printed once
         self.looked = self.ended = time.monotonic()
         self._estimate()
         super().__init__("study", len(plan.jobs), "jobs", lines=False, stay=True)
@@ -640,8 +641,10 @@ class StudyProgress(Progress):
         if outcome.state == "done":
             left = self.left() if self.seconds else None
             after = "" if left is None else f"; about {duration(left)} left"
-            warnings = (f"    {text}" for text in warnings_of(outcome.job))
-            say(f"{line}, {outcome.seconds:.0f} s{after}", *warnings, error=True)
+            warnings = [text for text in warnings_of(outcome.job) if text not in self.warned]
+            self.warned.update(warnings)
+            said = (f"    {text}" for text in warnings)
+            say(f"{line}, {outcome.seconds:.0f} s{after}", *said, error=True)
         elif outcome.state != "there":
             say(line, *(f"    {text}" for text in outcome.why.splitlines()), error=True)
         if outcome.state in ("done", "there"):

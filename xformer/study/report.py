@@ -68,6 +68,8 @@ CLAIMS = "claims.json"  # the numbers of the claims, with their sources
 # what the overview says of a claim
 PUBLISHED = "published difference"
 GLANCE = ("difference ± 95 % interval", PUBLISHED, "seeds", "hours", "registered")
+# settings that decide on what masked language modelling is validated
+OF_VALIDATION = {"masking.probability", "masking.spans", "data", "batch.max_tokens", "mapping"}
 PRINT = {"axes.prop_cycle": style.BOTH["axes.prop_cycle"]}  # of a PDF: twelve colours on white
 TEX = {character: f"\\{character}" for character in "#$%&_{}"}  # what LaTeX needs for characters
 TEX |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
@@ -209,14 +211,23 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
 
 
 def _warnings(plan: Plan) -> Iterator[str]:
-    """What the commands of a study warned of, each with the jobs that read its result."""
+    """What the jobs of a study warned of: commands each with the jobs that read its result, runs
+    of a stage together."""
+    warned: dict[tuple[str, str], list[Job]] = {}  # by stage and line
     for job in plan.jobs.values():
-        if lines := warnings_of(job):
+        lines = warnings_of(job)
+        if job.recipe is not None:
+            for line in lines:
+                warned.setdefault((job.stage, line), []).append(job)
+        elif lines:
             readers = [other.name for other in plan.jobs.values() if job.key in other.waits]
             more = f" and {len(readers) - 1} other jobs" if len(readers) > 1 else ""
             verb = "read" if more else "reads"
             which = f", which {readers[0]}{more} {verb}" if readers else ""
             yield from (f"{job.name}{which}: {line}." for line in lines)
+    for (stage, line), jobs in warned.items():
+        several = f"{len(jobs)} of {len(plan.runs(stage))} runs of {stage}, such as "
+        yield f"{several if len(jobs) > 1 else ''}{jobs[0].name}: {line}."
 
 
 def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path) -> str:
@@ -524,7 +535,13 @@ def _settings(results: Results, stage: str, notes: Notes) -> Iterator[Section]:
     about = f"{unit}{metric}: mean over seeds and {LEVEL:.0%} interval of the mean; of fewer than"
     about += " three seeds, all scores."
     best = cells[0][0]
-    if best.column == "valid" and best.sample is not None:
+    own = [f for f in results.study.factors(stage) if set(f.split("+")) & OF_VALIDATION]
+    if own and metric in ("loss", "perplexity"):
+        which = " and ".join(own)
+        about = (
+            f"These losses do not compare over {which}: each run is validated with its own. {about}"
+        )
+    elif best.column == "valid" and best.sample is not None:
         scores = ", ".join(f"{cell.column} {_interval(cell, digits)}" for cell in cells[0])
         tied = [row[0].row for row in cells[1:] if row[0].value == best.value]
         also = f"; tied with {'; '.join(tied)}" if tied else ""

@@ -620,8 +620,8 @@ class Ledger:
             members[WEIGHTS] = line
         if job.recipe is None:
             members[ENDED] = f"{job.proof.stat().st_mtime:.0f}\n".encode()
-            if lines := warnings_of(job):
-                members[WARNINGS] = "\n".join([*lines, ""]).encode()
+        if lines := warnings_of(job):
+            members[WARNINGS] = "\n".join([*lines, ""]).encode()
         name = CONFIG if job.recipe is not None else job.proof.relative_to(job.path).as_posix()
         for changed in {name, WARNINGS} & members.keys():
             self._forget_places(members, changed)

@@ -106,8 +106,8 @@ class MLM(Task):
 
     @property
     def meaning(self) -> str:
-        share = f"{self.head.masking:.0%} of all"
-        return f"the loss is of masked tokens, {share}: it compares only with others of this share"
+        share = f"{100 * self.head.masking:.3g} % of all"
+        return f"validation masks {share} tokens: its loss compares only with others of this share"
 
     def head_flops(self, config: ModelConfig, work: Workload) -> int:
         C, E, V = config.hidden, config.width, config.vocab_size
