@@ -264,3 +264,73 @@ def test_scores_with_a_foreign_tokenizer(shared: Path, forks: Forks, tmp_path: P
     err = good(command(*line, "tokenizer=micro/english")).err
     words = "was trained with a tokenizer for text of its own, so with tokenizer=micro/english its"
     assert [f"{tmp_path / 'other'} {words}" in err, f"brackets {words}" in err] == [True, False]
+
+
+@pytest.fixture
+def task(preprocess, capsys, data: Toys, tmp_path: Path):  # type: ignore[no-untyped-def]
+    """A function that runs `preprocess.py task` and returns the lines on standard error."""
+
+    def run(name: str, *options: object, letters: bool = False) -> str:
+        capsys.readouterr()
+        more = [] if letters else ["--tokenizer", data.tokenizer]
+        preprocess("task", name, *options, *more, "--overwrite", "--output", tmp_path / "store")
+        return str(capsys.readouterr().err)
+
+    return run
+
+
+def test_rows_that_share_a_text(task, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Three hypotheses of a premise are in several splits; --group keeps them together. Pairs of
+    different texts are not told."""
+    file, rows = tmp_path / "pairs.tsv", range(600)
+    file.write_text(
+        "premise\thypothesis\tlabel\n"
+        + "".join(f"w{i // 3} bam\tfoo w{i} dan\t{'yn'[i % 2]}\n" for i in rows)
+    )
+    line = ["--input", file, "--text", "premise", "--text-b", "hypothesis", "--label", "label"]
+    words = r"warning: (\d+) of the 30 rows of (?:test|valid) share a text with train; --group COL"
+    counts = re.findall(words, task("tsv", *line))
+    assert len(counts) == 2
+    assert all(int(count) > 15 for count in counts)
+    assert "share a text" not in task("tsv", *line, "--group", "premise")
+    file.write_text(
+        "premise\thypothesis\tlabel\n"
+        + "".join(f"w{i} bam\tfoo w{i} dan\t{'yn'[i % 2]}\n" for i in rows)
+    )
+    assert "share a text" not in task("tsv", *line)
+
+
+def test_odd_classes(task, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    def told(*labels: str) -> str:
+        rows = (f"bam w{i}\t{labels[i % len(labels)]}\n" for i in range(200))
+        (tmp_path / "x.tsv").write_text("text\tlabel\n" + "".join(rows))
+        return str(task("tsv", "--input", tmp_path / "x.tsv", "--text", "text", "--label", "label"))
+
+    for missing in ("-1", "-", "?", "N/A"):
+        assert f"warning: {missing!r} is a class" in told("0", "1", missing)
+    assert "is a class" not in told("-1", "1")
+    alike = ("cafe\u0301", "caf\u00e9", "no  ok", "no ok", "zero\u200b", "zero")
+    err = told("other", *alike)
+    assert err.count(" rows) and ") == 3
+    assert "differ only in case, white space, or how their characters are written" in err
+    assert "differ only" not in told("a", "b")
+
+
+def test_files_named_after_splits(task, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    table, place = "text\tlabel\nbam\ty\ndan\tn\n", tmp_path / "tables"
+    place.mkdir()
+    for name in ("train.tsv", "val.tsv", "validation_matched.tsv", "notes.md"):
+        (place / name).write_text(table)
+    err = task("tsv", "--input", place, "--text", "text", "--label", "label")
+    assert sorted(open_store(tmp_path / "store").splits) == ["train", "valid"]
+    assert "note: not read, because they name no split: validation_matched.tsv" in err
+    fasta = tmp_path / "fasta"
+    fasta.mkdir()
+    for name in ("pos", "neg", "test"):
+        records = (f">{name}{i}\nM{name[0]}{'KV' * (i + 1)}\n" for i in range(30))
+        (fasta / f"{name}.fasta").write_text("".join(records))
+    with pytest.raises(BadInput, match="test would be a class, but it is named after a split"):
+        task("protein", "--input", fasta, letters=True)
+    (fasta / "test.fasta").unlink()
+    task("protein", "--input", fasta, letters=True)
+    assert open_store(tmp_path / "store").labels == ["neg", "pos"]

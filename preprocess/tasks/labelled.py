@@ -14,6 +14,7 @@ import argparse
 import math
 import re
 import time
+import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,14 +45,17 @@ from .tables import extension, stem
 CLASS_METRICS = ("accuracy", "f1", "mcc")
 SCORE_METRICS = ("spearman", "pearson")
 TAG_METRICS = ("accuracy", "f1", "entity_f1")
-SPLITS = {"train": "train", "valid": "valid", "dev": "valid", "validation": "valid", "test": "test"}
+SPLITS = {"train": "train", "valid": "valid", "val": "valid", "validation": "valid"}
+SPLITS |= {"dev": "valid", "devel": "valid", "test": "test"}
 # The shares of the rows if the source has no splits; the rest is train.
 SHARES = {"test": 0.05, "valid": 0.05}
 # The share if the source marks only its test rows. Min et al. 2019 divide DeepLoc in this way.
 VALID_SHARE = 0.1
+SHARED = 0.1  # a share of rows that share a text with train, above which it is told
 MAX_CLASSES = 20_000
 MANY_CLASSES = 50  # so many labels should occur more than once
-MISSING = ("na", "nan", "n/a", "<na>", "null")  # what programs write for a missing value
+# what programs write for a missing value; -1 of two classes is likely to be the other one
+MISSING = ("na", "nan", "n/a", "<na>", "null", "-", "?", "-1", "-1.0")
 LARGEST_SCORE = float(np.finfo(np.float32).max)
 LONGEST_TEXT = 2**24  # characters in one row, which is held in memory as a whole
 
@@ -114,8 +118,8 @@ class TaskSource:
 @dataclass
 class RowSurvey:
     """The result of one pass over the rows. It takes 8 bytes of memory per row, 8 more if splits of
-    a task with classes are drawn, and 8 more with --group. `_rows` takes more if rows have ids: a
-    hash of each, in a set.
+    a task with classes are drawn, 16 more if those of pairs are, and 8 more with --group. `_rows`
+    takes more if rows have ids: a hash of each, in a set.
     """
 
     rows: dict[str, int] = field(default_factory=dict)  # split -> how many
@@ -124,6 +128,7 @@ class RowSurvey:
     with_labels: set[str] = field(default_factory=set)  # the splits in which a row has a label
     keys: dict[str, array[int]] = field(default_factory=dict)  # split -> hash of each row's key
     texts: dict[str, array[int]] = field(default_factory=dict)  # ... of its texts, with --group
+    parts: dict[str, array[int]] = field(default_factory=dict)  # ... of each text of drawn pairs
     to_draw: array[int] = field(default_factory=lambda: array("L"))  # classes of rows without split
     ids: bool = False  # whether rows have ids
     groups: bool = False  # whether rows have groups
@@ -188,6 +193,8 @@ def write_task(
         raise BadInput(f"{task.place}: no row is for training")
     in_two_splits = _in_two_splits(survey.rows, survey.texts or survey.keys, "texts")
     groups_in_two = _in_two_splits(survey.rows, survey.keys, "groups") if task.group else {}
+    if drawn is not None and not task.group:
+        _say_shared(survey)
     labels = _class_names(task, survey) if task.has_classes else []
     unseen = _unseen(survey, labels, task.noun) if task.has_classes else {}
     _say_odd_classes(task, survey, labels)
@@ -333,6 +340,9 @@ def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> 
         add(survey.keys, row.split, row.key or text)
         if task.group:
             add(survey.texts, row.split, text)
+        elif drawn is not None and len(row.texts) > 1:  # a pair; of a question, what it is about
+            for part in row.texts[: 1 if task.kind == "choice" else 2]:
+                add(survey.parts, row.split, part.strip())
     for split, path in task.splits:
         if split and split not in survey.rows:
             raise BadInput(f"{path} holds no example, so the split {split} would be empty")
@@ -365,6 +375,17 @@ def _in_two_splits(rows: dict[str, int], hashes: dict[str, array[int]], what: st
     return shared
 
 
+def _say_shared(survey: RowSurvey) -> None:
+    """Warn if rows of drawn splits share one of their texts with train, such as the premise of
+    several pairs. Equal rows are in one split."""
+    in_train = survey.parts.pop("train", None)
+    for split, hashes in survey.parts.items():
+        rows = np.isin(np.asarray(hashes), np.asarray(in_train)).reshape(survey.rows[split], -1)
+        if (count := int(rows.any(1).sum())) > SHARED * len(rows):
+            which = f"{count:,} of the {len(rows):,} rows of {split} share a text with train"
+            say(f"warning: {which}; --group COLUMN keeps equal texts in one split", error=True)
+
+
 def _say_splits(task: TaskSource, survey: RowSurvey, seed: int | None) -> None:
     """Say which columns named the splits, or that they were drawn with a `seed`, and how many rows
     each split has."""
@@ -387,15 +408,15 @@ def _say_splits(task: TaskSource, survey: RowSurvey, seed: int | None) -> None:
 
 
 def _say_odd_classes(task: TaskSource, survey: RowSurvey, labels: list[str]) -> None:
-    """Warn of classes that may stand for a missing label, or that differ only in case. The user may
-    have listed the classes; then he knows them."""
+    """Warn of classes that may stand for a missing label, or that look alike. The user may have
+    listed the classes; then he knows them."""
     if task.kind != "class" or task.labels:
         return
     counts = sum(survey.labels.values(), Counter[str]())
     spellings: dict[str, list[str]] = {}
     for label in labels:
-        spellings.setdefault(label.lower(), []).append(label)
-        if label.lower() in MISSING:
+        spellings.setdefault(_plain(label), []).append(label)
+        if label.lower() in MISSING and not (label.startswith("-1") and len(labels) == 2):
             say(
                 f"warning: {label!r} is a class, with {counts[label]:,} rows: if it stands for a "
                 "missing label, take these rows out",
@@ -407,7 +428,16 @@ def _say_odd_classes(task: TaskSource, survey: RowSurvey, labels: list[str]) -> 
     ]
     if named:
         more = ", ..." if len(groups) > 3 else ""
-        say(f"warning: some classes differ only in case: {', '.join(named)}{more}", error=True)
+        what = "in case, white space, or how their characters are written"
+        say(f"warning: some classes differ only {what}: {', '.join(named)}{more}", error=True)
+
+
+def _plain(label: str) -> str:
+    """A label without what the eye may miss: case, invisible characters, how often white space is
+    repeated, whether an accent is a character of its own, and a number's ".0"."""
+    text = unicodedata.normalize("NFKC", label).casefold()
+    text = "".join(c for c in text if unicodedata.category(c) != "Cf")
+    return " ".join(text.split()).removesuffix(".0")
 
 
 def _say_lacking(survey: RowSurvey, labels: list[str], noun: str) -> None:
@@ -654,6 +684,11 @@ def input_files(arguments: argparse.Namespace, endings: Sequence[str]) -> dict[s
         files = by_option
     elif source.is_dir():
         files = find_splits(source, endings) | by_option
+        used = [path for paths in files.values() for path in paths]
+        others = (path for path in source.iterdir() if extension(path) in endings)
+        if unread := sorted(path.name for path in others if path not in used):
+            shown = ", ".join(unread[:5]) + (", ..." if len(unread) > 5 else "")
+            say(f"note: not read, because they name no split: {shown}", error=True)
         if "train" not in files:
             raise BadInput(f"{source} holds no training file (train{', train'.join(endings)})")
     elif other := next((name for name in by_option if name != "test"), ""):
@@ -666,6 +701,16 @@ def input_files(arguments: argparse.Namespace, endings: Sequence[str]) -> dict[s
     for paths in files.values():
         check_files(paths)
     return {name: files[name] for name in ("", "train", "valid", "test") if name in files}
+
+
+def refuse_splits(source: Path, names: Iterable[str]) -> None:
+    """Raise BadInput if a class, which a file or directory is named after, is a split's name."""
+    for name in names:
+        if SPLITS.keys() & re.split(r"[-_. ]", name.lower()):
+            raise BadInput(
+                f"{source}: {name} would be a class, but it is named after a split; give the files "
+                "of each split by themselves, or rename it"
+            )
 
 
 def find_splits(

@@ -22,7 +22,7 @@ from xformer.data.errors import BadInput, lacks
 from ..bad import BadRows
 from ..binarize import check_files
 from . import splits
-from .labelled import Row, TaskSource
+from .labelled import Row, TaskSource, refuse_splits
 from .tables import RowTable, extension
 
 ABOUT = "Composers of MIDI pieces: MAESTRO's csv or json, or one directory per composer."
@@ -157,6 +157,7 @@ def _by_directory(directory: Path) -> list[Piece]:
         )
     names = [path.relative_to(directory) for path in files]
     refuse_foreign_names(names)
+    refuse_splits(directory, dict.fromkeys(name.parts[0] for name in names))
     return [
         Piece(path, str(name), name.parts[0], "", path, 1)
         for path, name in zip(files, names, strict=True)

@@ -25,7 +25,7 @@ from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from ..corpora.fasta import FASTA, read_fasta
 from . import splits
-from .labelled import Row, TaskSource, check_metric, find_splits, input_files
+from .labelled import Row, TaskSource, check_metric, find_splits, input_files, refuse_splits
 from .tables import ENDINGS, RowTable, extension, stem
 from .tsv import add_keys, group_of, keys_of
 
@@ -212,6 +212,7 @@ def _classes(arguments: argparse.Namespace) -> dict[Path, str]:
             f"{source} holds one FASTA file per class; it cannot be combined with --valid or --test"
         )
     check_files(fasta)
+    refuse_splits(source, map(stem, fasta))
     return {path: stem(path) for path in fasta}
 
 
