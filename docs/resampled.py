@@ -1,4 +1,4 @@
-"""Whether decided claims keep their verdict if test examples, and not only seeds, are drawn again.
+"""Whether decided claims stay on their side of the margin if test examples are drawn again, too.
 
     python docs/resampled.py                  # results/, two minutes
     python docs/resampled.py runs/kept

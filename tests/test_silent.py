@@ -179,7 +179,7 @@ def test_rows_of_valid_that_train_has(preprocess, tmp_path: Path, data: Toys, ca
     assert 0 < count <= 10
     assert notes == [
         f"note: {count} of the {len(long)} rows of valid with at least {LONG} tokens are in train, "
-        "too, so its loss says less about new text"
+        "too, so the loss on valid says less"
     ]
     assert notes[0] in err
     assert made(*lines[300:])[1] == []
@@ -216,9 +216,7 @@ def test_a_sweep_does_not_rank_losses_of_other_tasks(
         run.proof.write_text(json.dumps({"metrics": metrics, "seconds": 2.0}))
     text = render(build_report(Results(plan), {}, plan.root / "x"), "md")
     assert ("Best on valid: " in text) == compares
-    other = (
-        "These losses do not compare over masking.probability: each run is validated with its own"
-    )
+    other = "These losses cannot be compared between levels of masking.probability."
     assert (other in text) != compares
 
 
@@ -262,7 +260,9 @@ def test_scores_with_a_foreign_tokenizer(shared: Path, forks: Forks, tmp_path: P
     line = ["-m", "xformer.analysis", "blimp", "micro/brackets", str(tmp_path / "other"), "pairs=1"]
     line += [f"data={shared / 'blimp/BLiMP.zip'}", f"out={tmp_path / 'out'}", "threads=1"]
     err = good(command(*line, "tokenizer=micro/english")).err
-    words = "was trained with a tokenizer for text of its own, so with tokenizer=micro/english its"
+    words = (
+        "was trained with another tokenizer; with tokenizer=micro/english its ids stand for other"
+    )
     assert [f"{tmp_path / 'other'} {words}" in err, f"brackets {words}" in err] == [True, False]
 
 

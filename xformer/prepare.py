@@ -471,7 +471,7 @@ def _about_scores(recipe: Recipe, store: Store, samples: Samples) -> str:
         return ""
     return (
         f"warning: a new head's scores are near 0, but the training scores have mean {mean:.4g} "
-        f"and standard deviation {deviation:.4g}; loss.standardize=true learns them far sooner"
+        f"and standard deviation {deviation:.4g}; loss.standardize=true usually learns them sooner"
     )
 
 

@@ -168,7 +168,7 @@ def repeated_rows(store: Store) -> list[str]:
                 repeated |= np.isin(known, hashes)
         if (count := int(repeated.sum())) > OFTEN * len(known):
             share = f"{count:,} of the {len(known):,} rows of {name} with at least {LONG} tokens"
-            notes.append(f"note: {share} are in train, too, so its loss says less about new text")
+            notes.append(f"note: {share} are in train, too, so the loss on {name} says less")
     return notes
 
 

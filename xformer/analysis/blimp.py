@@ -77,8 +77,8 @@ def run(paths: list[str], config: BlimpConfig) -> None:
             own = loaded.source or loaded.tokenizer
             replaced = tokenizer is not None and own.fingerprint != tokenizer.fingerprint
             if replaced and not own.symbols:
-                line = f"warning: {path} was trained with a tokenizer for text of its own, so with"
-                say(f"{line} tokenizer={config.tokenizer} its scores mean nothing", error=True)
+                line = f"warning: {path} was trained with another tokenizer; with tokenizer="
+                say(f"{line}{config.tokenizer} its ids stand for other pieces", error=True)
             scores = score_pairs(loaded, pairs, config.pll, ranks, config.precision, tokenizer)
             phenomena = {k: part["accuracy"] for k, part in scores.by("phenomenon").items()}
             points.append({"step": step, "accuracy": scores.accuracy, "phenomena": phenomena})

@@ -538,9 +538,7 @@ def _settings(results: Results, stage: str, notes: Notes) -> Iterator[Section]:
     own = [f for f in results.study.factors(stage) if set(f.split("+")) & OF_VALIDATION]
     if own and metric in ("loss", "perplexity"):
         which = " and ".join(own)
-        about = (
-            f"These losses do not compare over {which}: each run is validated with its own. {about}"
-        )
+        about = f"These losses cannot be compared between levels of {which}. {about}"
     elif best.column == "valid" and best.sample is not None:
         scores = ", ".join(f"{cell.column} {_interval(cell, digits)}" for cell in cells[0])
         tied = [row[0].row for row in cells[1:] if row[0].value == best.value]

@@ -71,7 +71,7 @@ class Regress(Pooled):
             return ""
         return (
             f"the loss is in units of the variance of the training scores (mean {mean:.4g}, "
-            f"standard deviation {deviation:.4g}): it is 1 if each score is the mean"
+            f"standard deviation {deviation:.4g}): it is about 1 if each score is the mean"
         )
 
     def has_unlabelled(self, split: Split) -> bool:
