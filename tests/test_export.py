@@ -491,8 +491,9 @@ def test_the_import_says_how_to_get_the_same_vectors(
     write_json(tmp_path / "sentence_bert_config.json", {"max_seq_length": 8})
     lines = hf.import_report(hf.from_hf(tmp_path))
     said = [line for line in lines if "sentence-transformers" in line]
-    wanted = f"the vectors of sentence-transformers: xformer encode {expected} normalize=true "
-    assert said == ([f"{wanted}max_tokens=8"] if expected else [])
+    how = f"xformer encode {expected} normalize=true max_tokens=8"
+    none = "a pooling that xformer encode does not have"
+    assert said == [f"the vectors of sentence-transformers: {how if expected else none}"]
 
 
 def test_modules_with_weights_are_reported_as_left_over(tmp_path: Path) -> None:
