@@ -5,9 +5,10 @@
 
 For each decided claim in *.claims.json it prints the multi-bootstrap's interval of the difference
 (Sellam et al. 2022), from kept predictions. The interval has 95 %, and 90 % for a tie, as in two
-one-sided tests. "crosses" means that the margin lies in the interval, or for a tie that the
-interval is not within the margins. "no interval": fewer than three seeds, or an analysis, of which
-no predictions are kept.
+one-sided tests. "same side" means that the interval and the difference are on the same side of the
+margin, "crosses" that they are not. A claim has "no interval" if it has fewer than three seeds, or
+if its numbers come from an analysis, which has no predictions. The exit status is 2 if the
+directory has no claims.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ SAME, CROSSES, NONE = "same side", "crosses", "no interval"
 
 @cache
 def resampled(run: Path, split: str, metric: str) -> np.ndarray | None:
-    """A score of a kept run under resampled test examples, (B,). None if it has no predictions."""
+    """A score of a kept run for each resample of the test examples, (B,). None if its predictions
+    are not kept."""
     name = f"predictions/{split}.npz"
     if not run.is_file():
         return None
@@ -80,7 +82,7 @@ def side(part: dict[str, Any], low: float, high: float) -> str:
 
 
 def decided(directory: Path) -> Iterator[tuple[str, str, str]]:
-    """Each decided claim: what is true of all its parts, its study and text, its intervals."""
+    """For each decided claim: SAME, CROSSES or NONE; its study and text; its intervals."""
     for path in sorted(directory.glob("*.claims.json")):
         records = json.loads(path.read_text(encoding="utf-8"))["claims"]
         for text, parts in groupby(records, key=lambda record: record["text"]):
@@ -99,6 +101,9 @@ def decided(directory: Path) -> Iterator[tuple[str, str, str]]:
 
 def main(directory: Path) -> int:
     """The exit status."""
+    if not any(directory.glob("*.claims.json")):
+        print(f"error: {directory} has no *.claims.json; give a study's kept=DIRECTORY")
+        return 2
     counts = Counter[str]()
     for state, claim, ends in decided(directory):
         counts[state] += 1

@@ -153,6 +153,8 @@ def test_decided_claims_are_resampled(tmp_path: Path, capsys: pytest.CaptureFixt
     """The interval contains the difference, and a claim whose margin lies in it is named. A claim
     about an analysis, whose predictions are not kept, has none."""
     resampled = script("resampled")
+    assert resampled.main(tmp_path) == 2
+    assert capsys.readouterr().out.startswith(f"error: {tmp_path} has no *.claims.json")
     path = ROOT / "results/onset-short.claims.json"
     records = json.loads(path.read_text(encoding="utf-8"))["claims"]
     claim = next(record for record in records if record["verdict"] == "holds")

@@ -96,7 +96,7 @@ def test_the_scores_have_the_unit_of_the_labels(
 
 
 def test_equal_and_few_scores(stores: dict[str, Path], tmp_path: Path) -> None:
-    """Equal scores have no deviation. With `fraction` only the rows of the run count."""
+    """If all scores are equal, the unit is 1. With `fraction` only the rows of the run count."""
 
     def head(store: str, *more: str) -> tuple[Head, list[str]]:
         line = [str(ROOT / REGRESS), f"data={stores[store]}", f"run={tmp_path / 'run'}", *more]
@@ -124,7 +124,7 @@ def test_equal_and_few_scores(stores: dict[str, Path], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unit", [4e-21, 1e20])
 def test_tiny_and_huge_units(unit: float, runs: dict[str, Path]) -> None:
-    """Such as energies in joule. Their squares have no float32."""
+    """The loss is right for labels whose squares overflow or vanish in float32."""
     checkpoint = checkpoints.load(runs["far"])
     scaled = checkpoint.with_head(Head("regress", scale=(5 * unit, unit)), 1)
     batch = pack(checkpoint.tokenizer, ["bam dan", "dan"], [5 * unit, 6 * unit])

@@ -50,12 +50,8 @@ from xformer.texts import Pooling, vectors_of
 
 FORMAT = 1
 STATE = ("state.json", "optimizer.safetensors")  # files that a run needs to continue
-NEWER_OF_HEADS = (
-    "smoothing",
-    "class_weights",
-    "scale",
-    "layer",
-)  # settings that older files do not have
+# settings that older files do not have
+NEWER_OF_HEADS = ("smoothing", "class_weights", "scale", "layer")
 HALF = (torch.float16, torch.bfloat16)  # weights of these types are converted to fp32 on reading
 Distribution = Literal["normal", "truncated"]
 

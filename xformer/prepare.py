@@ -415,8 +415,8 @@ def _other_ids(recipe: Recipe, before: Checkpoint, start: Checkpoint, store: Sto
     (piece, id_), spec = moved[0], before.head.mapping if before.head else "none"
     return (
         f"warning: {len(moved)} symbols get other ids than in the training of init={recipe.init} "
-        f"({piece}: {ids[piece]}, not {id_}), so what it learnt of them is lost; a store with the "
-        f"same tokenizer and mapping={spec} keep them"
+        f"({piece}: {ids[piece]}, not {id_}), so what it learnt of them is lost; give a store "
+        f"made with the same tokenizer, and mapping={spec}"
     )
 
 

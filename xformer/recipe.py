@@ -192,7 +192,7 @@ class MaskingConfig(Settings):
 
 
 class LossConfig(Settings):
-    """Changes to the training loss. Validation uses the plain loss, but standardized scores too."""
+    """Changes to the loss. Those of head=classify change only the training loss."""
 
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of each label's probability that is spread evenly over all classes (Szegedy et al.

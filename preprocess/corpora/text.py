@@ -37,7 +37,7 @@ from . import inputs
 from .documents import READ, Segments, TextOptions, files_of_part, read_documents, read_part
 
 LONGEST = 510  # tokens of BERT's longest row, without its two special tokens
-LONG, OFTEN = 16, 0.01  # a row of this many tokens says something; a share of repeated ones is told
+LONG, OFTEN = 16, 0.01  # tokens of a row that is compared; a share of repeated rows that is told
 AT_ONCE, HASHED = 2**16, 64  # rows that are compared at once, and their first tokens
 
 
@@ -157,8 +157,8 @@ def write_text_store(
 
 
 def repeated_rows(store: Store) -> list[str]:
-    """A note for each split of which more than a share of OFTEN is in train, too. Rows of fewer
-    than LONG tokens do not count: headings and short lines recur in any text."""
+    """A note for each split if a share of more than OFTEN of its rows is also in train. Rows of
+    fewer than LONG tokens do not count, because headings and short lines recur in any text."""
     notes, train = [], store.split("train").columns["tokens"]
     for name in (name for name in store.splits if name != "train"):
         known = np.concatenate(list(_hashes(store.split(name).columns["tokens"])))

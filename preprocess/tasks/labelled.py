@@ -54,7 +54,7 @@ VALID_SHARE = 0.1
 SHARED = 0.1  # a share of rows that share a text with train, above which it is told
 MAX_CLASSES = 20_000
 MANY_CLASSES = 50  # so many labels should occur more than once
-# what programs write for a missing value; -1 of two classes is likely to be the other one
+# what programs write for a missing value; of two classes, - and -1 are likely to be the other one
 MISSING = ("na", "nan", "n/a", "<na>", "null", "-", "?", "-1", "-1.0")
 LARGEST_SCORE = float(np.finfo(np.float32).max)
 LONGEST_TEXT = 2**24  # characters in one row, which is held in memory as a whole
@@ -340,7 +340,7 @@ def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> 
         add(survey.keys, row.split, row.key or text)
         if task.group:
             add(survey.texts, row.split, text)
-        elif drawn is not None and len(row.texts) > 1:  # a pair; of a question, what it is about
+        elif drawn is not None and len(row.texts) > 1:  # pairs, and contexts of questions
             for part in row.texts[: 1 if task.kind == "choice" else 2]:
                 add(survey.parts, row.split, part.strip())
     for split, path in task.splits:
@@ -416,7 +416,7 @@ def _say_odd_classes(task: TaskSource, survey: RowSurvey, labels: list[str]) -> 
     spellings: dict[str, list[str]] = {}
     for label in labels:
         spellings.setdefault(_plain(label), []).append(label)
-        if label.lower() in MISSING and not (label.startswith("-1") and len(labels) == 2):
+        if label.lower() in MISSING and not (label.startswith("-") and len(labels) == 2):
             say(
                 f"warning: {label!r} is a class, with {counts[label]:,} rows: if it stands for a "
                 "missing label, take these rows out",
