@@ -23,7 +23,6 @@ from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
@@ -31,16 +30,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from xformer.predictions import read  # noqa: E402
-from xformer.study.resampling import ENOUGH  # noqa: E402
-from xformer.study.statistics import multibootstrap, rescored, seed_draws  # noqa: E402
+from xformer.study.resampling import ENOUGH, resampled_score  # noqa: E402
+from xformer.study.statistics import multibootstrap, seed_draws  # noqa: E402
 
 SAME, CROSSES, NONE = "same side", "crosses", "no interval"
 
 
 @cache
 def resampled(run: Path, split: str, metric: str) -> np.ndarray | None:
-    """A score of a kept run for each resample of the test examples, (B,). None if its predictions
-    are not kept."""
+    """A score of a kept run under resampled test examples, (B,). None if it has none."""
     name = f"predictions/{split}.npz"
     if not run.is_file():
         return None
@@ -49,10 +47,8 @@ def resampled(run: Path, split: str, metric: str) -> np.ndarray | None:
             return None
         file = Path(scratch) / "predictions.npz"
         file.write_bytes(parts.read(name))
-        predictions = read(file)
-    score = predictions.task.weighted(predictions)[metric]
-    seed = crc32(np.ascontiguousarray(score.labels).tobytes())  # equal labels, equal draws
-    return rescored(score.score, score.examples, seed)
+        drawn = resampled_score(read(file), metric)
+    return None if isinstance(drawn, str) else drawn
 
 
 def interval(directory: Path, part: dict[str, Any]) -> tuple[float, float] | None:

@@ -31,6 +31,7 @@ from xformer.study.statistics import (
     seed_draws,
     two_sided,
 )
+from xformer.tasks.task import Predictions
 
 ENOUGH = 3  # seeds that a multi-bootstrap needs
 EXAMPLES = "test examples"  # a source of variance besides the factors of a study
@@ -109,19 +110,23 @@ class Shares(Results):
 
 
 def _resampled(source: Source) -> np.ndarray | str:
-    """A score under resampled test examples, (B,), or why it has none. Runs that were scored on
-    equal labels have the same examples in each resample."""
+    """A score of a run under resampled test examples, (B,), or why it has none."""
     path = source.job.path / FOLDER / f"{source.split}.npz"
     if not path.is_file():
         return f"no predictions of {source.split} are kept"
-    predictions = read(path)
-    weighted = predictions.task.weighted(predictions).get(source.metric)
+    return resampled_score(read(path), source.metric)
+
+
+def resampled_score(predictions: Predictions, metric: str) -> np.ndarray | str:
+    """A score of some predictions under resampled test examples, (B,), or why it has none. Runs
+    that were scored on equal labels have the same examples in each resample."""
+    weighted = predictions.task.weighted(predictions).get(metric)
     if weighted is None:
-        return f"{source.metric} is not computed for resampled examples"
+        return f"{metric} is not computed for resampled examples"
     seed = crc32(np.ascontiguousarray(weighted.labels).tobytes())
     drawn = rescored(weighted.score, weighted.examples, seed)
     if np.isnan(drawn).any():
-        return f"{source.metric} is not defined for every resample"
+        return f"{metric} is not defined for every resample"
     return drawn
 
 
