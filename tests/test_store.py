@@ -152,6 +152,28 @@ def test_what_a_killed_process_left_is_cleared(tmp_path):
     assert alive.exists()
 
 
+def test_a_replacement_with_old_times_is_noticed(tmp_path, monkeypatch):
+    """A copy keeps times of modification (cp -p), and a new file can have the inode of a deleted
+    one. A store that changes while it is opened is opened again."""
+    path = write(tmp_path / "s")
+    meta = path / "store.json"
+    load, calls = store.load_array, []
+
+    def load_array(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            old = meta.stat()
+            while meta.stat().st_ctime_ns == old.st_ctime_ns:
+                meta.write_bytes(meta.read_bytes())
+                os.utime(meta, ns=(old.st_atime_ns, old.st_mtime_ns))
+            raise FileNotFoundError(args[0])
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(store, "load_array", load_array)
+    assert open_store(path).split("train").rows == 4
+    assert len(calls) > 1
+
+
 # ------------------------------------------------------------------------------ damage
 
 

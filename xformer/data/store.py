@@ -363,12 +363,15 @@ def _check_sums(path: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Numbers that change if a file is written or replaced; () if there is no file."""
+    """Numbers that change if a file is written or replaced; () if there is no file.
+
+    A copy can have the inode of a deleted file and its time of modification, but not its ctime.
+    """
     try:
         status = path.stat()
     except OSError:
         return ()
-    return status.st_dev, status.st_ino, status.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_ctime_ns
 
 
 def _files(meta: dict[str, Any]) -> list[tuple[str, list[str]]]:
