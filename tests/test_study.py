@@ -252,6 +252,18 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
     assert digests.of(given) != before
 
 
+def test_a_file_with_the_same_size_and_time_of_modification_is_read_again(tmp_path: Path) -> None:
+    """Files of an archive may share one time."""
+    file = tmp_path / "train.csv"
+    file.write_text("a,1")
+    digests, old = Digests(tmp_path / "digests.json"), file.stat()
+    before = digests.of(file)
+    while file.stat().st_ctime_ns == old.st_ctime_ns:
+        file.write_text("a,2")
+        os.utime(file, ns=(old.st_atime_ns, old.st_mtime_ns))
+    assert digests.of(file) != before
+
+
 # ------------------------------------------------------------------------------------ the file
 
 

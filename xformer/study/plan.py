@@ -619,7 +619,10 @@ def _files(directory: Path) -> Iterator[Path]:
 
 
 class Digests:
-    """SHA-256 of files and directories, cached by path, size and modification time."""
+    """SHA-256 of files and directories, cached by path, size and ctime.
+
+    Files from an archive often share one time of modification. Nothing but a change sets the ctime.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -639,7 +642,7 @@ class Digests:
 
     def _file(self, path: Path) -> str:
         status, name = path.stat(), str(path.resolve())
-        mark = [status.st_size, status.st_mtime_ns]
+        mark = [status.st_size, status.st_ctime_ns]
         if self.known.get(name, [])[:2] != mark:
             self.known[name] = [*mark, file_checksum(path)]
         return str(self.known[name][2])
