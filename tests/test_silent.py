@@ -99,6 +99,36 @@ def test_a_run_that_always_predicts_one_class(
     assert "every row" not in good(forks.run("evaluate.py", *line)).err
 
 
+def test_rows_of_the_training_split_in_another_store(
+    data: Toys, learned: dict[str, Path], forks: Forks, tmp_path: Path
+) -> None:
+    """The file of the training split is divided anew, together with rows that were held out."""
+    train, test = (
+        (data.raw / "classes" / f"{split}.tsv").read_text().splitlines()
+        for split in ("train", "test")
+    )
+    (tmp_path / "all.tsv").write_text("\n".join([*train, *test[1:]]) + "\n")
+    line = ["preprocess.py", "task", "tsv", "--input", str(tmp_path / "all.tsv")]
+    line += ["--text", "text", "--label", "label", "--tokenizer", str(data.tokenizer)]
+    good(forks.run(*line, "--output", tmp_path / "store"))
+    line = ["evaluate.py", str(learned["classes"]), "split=valid"]
+    done = good(forks.run(*line, f"data={tmp_path / 'store'}"))
+    rows = open_store(tmp_path / "store").split("valid")
+    known = {tuple(row) for row in _ids(data.classes, "train")}
+    count = sum(tuple(row) in known for row in _ids(tmp_path / "store", "valid"))
+    assert 0 < count < rows.rows
+    assert (
+        f"note: {count} of the {rows.rows} texts of valid are in the training split of "
+        f"{data.classes}, so these scores may be too high\n"
+    ) in done.err
+    assert "training split" not in good(forks.run(*line, f"data={data.classes}")).err
+
+
+def _ids(store: Path, split: str) -> list[list[int]]:
+    tokens = open_store(store).split(split).columns["tokens"]
+    return [tokens[row].tolist() for row in range(len(tokens))]
+
+
 def test_the_loss_of_masked_tokens_names_their_share(
     data: Toys, learned: dict[str, Path], forks: Forks
 ) -> None:

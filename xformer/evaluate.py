@@ -9,7 +9,7 @@ if __name__ == "__main__":  # `python -m xformer.evaluate`: before torch is impo
 
 import csv
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
@@ -25,6 +25,7 @@ from xformer import checkpoint as checkpoints
 from xformer import minimal_pairs, provenance
 from xformer.checkpoint import Checkpoint
 from xformer.config import MaybePaths, Settings, help_text, parse_overrides, validate
+from xformer.convert.recorded import training_of
 from xformer.data import mapping
 from xformer.data.batch import Assembler, Batch
 from xformer.data.display import put, say
@@ -32,7 +33,7 @@ from xformer.data.errors import BadInput, Failure, typed
 from xformer.data.files import write_json, write_text
 from xformer.data.joined import open_stores
 from xformer.data.outputs import check_writable
-from xformer.data.store import Store, open_store
+from xformer.data.store import TEXTS, Split, Store, open_store
 from xformer.data.tokenizers import Tokenizer, load_tokenizer, unknown_note
 from xformer.minimal_pairs import PLL
 from xformer.ops import native
@@ -391,8 +392,36 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
         write_text(Path(config.predictions), lines)
     for metric, value in scores.metrics.items():  # after the files: the output may be cut off
         say(f"{config.split} {metric} {value:.4f}")
+    if scored and (note := _trained_on(name, checkpoint, store, assembler.split)):
+        say(note, error=True)
     if scored:  # last, as the precision
         say(*filter(None, [task.remark(scores.predictions), task.meaning]), error=True)
+
+
+def _trained_on(name: str, checkpoint: Checkpoint, store: Store, split: Split) -> str:
+    """A note if the run was trained on rows of this split in another store, such as one that
+    divides the same file differently. "" if not, or if the store of training is gone."""
+    assert checkpoint.task is not None
+    try:
+        training = training_of(checkpoints.resolve(name))
+    except BadInput:  # a damaged file of the run; the checkpoint itself is good
+        return ""
+    if training is None or (of_run := training.store) is None or of_run.key == store.key:
+        return ""
+    if checkpoint.task.predicts_masked or of_run.fingerprint != store.fingerprint:
+        return ""
+    rows = list(_texts(split))
+    known = set(rows) & set(_texts(of_run.split("train")))
+    if not (count := sum(row in known for row in rows)):
+        return ""
+    texts = f"{count:,} of the {len(rows):,} texts of {split.name} are in the training split of"
+    return f"note: {texts} {of_run.name}, so these scores may be too high"
+
+
+def _texts(split: Split) -> Iterator[tuple[bytes, ...]]:
+    """The ids of each row, and those of its second text."""
+    columns = [split.columns[name] for name in TEXTS if name in split.columns]
+    return (tuple(column[row].tobytes() for column in columns) for row in range(split.rows))
 
 
 def _score_pairs(checkpoint: Checkpoint, config: EvaluateConfig, name: str, ranks: Ranks) -> None:
