@@ -216,6 +216,36 @@ def test_rows_of_valid_that_train_has(preprocess, tmp_path: Path, data: Toys, ca
     assert made(*(line for line in lines[:300] if len(line.split()) < 4))[1] == []
 
 
+def test_lines_of_conll_that_are_no_words(  # type: ignore[no-untyped-def]
+    preprocess, tmp_path: Path, data: Toys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good_lines = ["bam B-X", "dan I-X", "foo O", "", "bar O", "# O", "baz O", "", *["foo O"] * 9]
+
+    def said(*lines: str) -> list[str]:
+        (tmp_path / "train.txt").write_text("\n".join(lines))
+        (tmp_path / "dev.txt").write_text("\n".join(good_lines))
+        arguments = ["--input", tmp_path, "--tokenizer", data.tokenizer, "--overwrite"]
+        capsys.readouterr()
+        preprocess("task", "conll", *arguments, "--output", tmp_path / "store")
+        start = f"warning: {tmp_path / 'train.txt'}: "
+        err = capsys.readouterr().err.splitlines()
+        return [line.removeprefix(start) for line in err if line.startswith(start)]
+
+    assert said(*good_lines) == []
+    assert said("Word Tag", *good_lines) == [
+        "its first line, 'Word Tag', is read as a word; delete it if it is a header",
+        "1 label, such as 'Tag' in the sentence at line 1, is not O, B-X or I-X, so entities "
+        "cannot be scored",
+    ]
+    assert said("# s1", *good_lines[:4], "# s2", *good_lines[4:], *["foo O"] * 9) == [
+        "2 sentences, such as the one at line 1, begin with #; delete such lines if they are "
+        "comments",
+        "2 labels, such as 's1' in the sentence at line 1, are not O, B-X or I-X, so entities "
+        "cannot be scored",
+    ]
+    assert said("bam ADJ", "dan NOUN", "", "foo NOUN") == []
+
+
 def test_a_study_repeats_the_warnings_of_its_runs(data: Toys, forks: Forks, tmp_path: Path) -> None:
     """Each once while it runs; in the report with the number of runs."""
     line = ["-m", "xformer.study", "sweep", CLASSIFY, f"data={data.classes}", "seed=0,1"]

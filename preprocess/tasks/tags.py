@@ -16,15 +16,16 @@ from __future__ import annotations
 import argparse
 import re
 import string
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from xformer.data import vocabularies
 from xformer.data.arguments import whole_number
-from xformer.data.display import many
+from xformer.data.display import many, say
 from xformer.data.errors import BadInput
-from xformer.data.store import NO_LABEL
+from xformer.data.store import BIO, NO_LABEL
 
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
@@ -44,6 +45,9 @@ DOCUMENT = "-DOCSTART-"  # CoNLL 2003 puts this word between documents
 # the first column of CoNLL-U's extra lines, which repeat several words as one (3-4) or add a word
 # that the text leaves out (3.1)
 EXTRA_LINE = re.compile(r"\d+[-.]\d+")
+# what a header calls the column of the words or of the labels
+HEADER = re.compile(r"(word|token|form|text|tag|label|pos|upos|ner|entity|class)(s|_?tags?)?", re.I)
+MOSTLY = 0.9  # a larger share of labels O, B-X and I-X makes the others doubtful
 
 
 # ------------------------------------------------------------------------------- CoNLL's format
@@ -103,11 +107,14 @@ def read_conll(arguments: argparse.Namespace) -> TaskSource:
         columns[path] = columns_of(path, split, arguments.word, label)
         label = label or columns[path].width
     bad = BadRows(arguments.skip_bad)
+    doubted = set[Path]()
 
-    def rows() -> Iterator[Row]:
+    def rows() -> Iterator[Row]:  # called more than once
         for split, path in split_files:
-            for line, words, labels in sentences(path, columns[path], bad):
+            read = sentences(path, columns[path], bad)
+            for line, words, labels in read if path in doubted else _doubted(path, read):
                 yield Row(split, (" ".join(words),), _joined(labels), path, line)
+            doubted.add(path)
 
     return TaskSource(
         rows=rows,
@@ -118,6 +125,41 @@ def read_conll(arguments: argparse.Namespace) -> TaskSource:
         bad=bad,
         splits=[(split, paths[0]) for split, paths in files.items()],
     )
+
+
+def _doubted(
+    path: Path, read: Iterator[tuple[int, list[str], list[str]]]
+) -> Iterator[tuple[int, list[str], list[str]]]:
+    """The same sentences. At the end, a note names lines that may be no words: a header, comments,
+    and labels of another form than the rest."""
+    labels: Counter[str] = Counter()
+    odd: dict[str, int] = {}  # labels that are not O, B-X or I-X, with their first sentence
+    header, comments = "", []
+    for line, words, tags in read:
+        if not labels and all(map(HEADER.fullmatch, (words[0], tags[0]))):
+            header = f"{words[0]} {tags[0]}"
+        if words[0].startswith("#"):
+            comments.append(line)
+        for tag in {tag for tag in tags if not BIO.fullmatch(tag)}:
+            odd.setdefault(tag, line)
+        labels.update(tags)
+        yield line, words, tags
+    notes = []
+    if header:
+        notes.append(f"its first line, {header!r}, is read as a word; delete it if it is a header")
+    if len(comments) > 1:
+        notes.append(
+            f"{len(comments):,} sentences, such as the one at line {comments[0]}, begin with #; "
+            "delete such lines if they are comments"
+        )
+    if 0 < sum(labels[tag] for tag in odd) < (1 - MOSTLY) * labels.total():
+        tag, line = next(iter(odd.items()))
+        notes.append(
+            f"{many(len(odd), 'label')}, such as {tag!r} in the sentence at line {line}, "
+            f"{'is' if len(odd) == 1 else 'are'} not O, B-X or I-X, so entities cannot be scored"
+        )
+    for note in notes:
+        say(f"warning: {path}: {note}", error=True)
 
 
 def _joined(labels: list[str]) -> str | None:
