@@ -79,6 +79,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     lines = [f"{SENTENCES[i % 4]} {i}\t{'ab'[i % 2]}\t{i / 10}" for i in range(200)]
     (folder / "t.tsv").write_text("text\tlabel\tscore\n" + "\n".join(lines) + "\n")
+    (folder / "cut.csv").write_text("a good film,yes\nbad, very bad,no\n")
     (folder / "empty.txt").write_text("")
     (folder / "blank.txt").write_text("\n \n\n")
     (folder / "packed.tar.gz").write_bytes(b"tar")
@@ -766,6 +767,10 @@ REFUSED = [
     (
         [*TSV, "t.tsv", "--no-header", "--text", "9", "--label", "1"],
         "3 columns; there is no column 9",
+    ),
+    (
+        [*TSV, "cut.csv", "--no-header", "--text", "1", "--label", "2"],
+        "cut.csv:2: 3 columns instead of 2; see --quoting",
     ),
     ([*TSV, "t.tsv", "--metric", "pearson"], "--metric pearson does not fit --kind class"),
     ([*TSV, "t.tsv", "--labels", "a,c"], r"t.tsv:3: label 'b' is not one of a, c"),

@@ -149,6 +149,8 @@ class RowTable:
 
         A value is None for a JSON null, and for an `optional` column that a JSON object lacks. A
         row goes to `bad` if it lacks another column, or has more or fewer columns than the header.
+        Without a header, and with another separator than a tab, it must not have more columns than
+        the first line: a text may have been cut.
         `advance` is called with the size of each block read from the disk. If the file is parquet
         or one JSON value, it is called for each row instead, with an equal share of the file.
         """
@@ -174,14 +176,16 @@ class RowTable:
     def _delimited_rows(
         self, places: list[int], bad: BadRows, advance: Callable[[int], None]
     ) -> Iterator[tuple[int, list[str | None]]]:
-        width = len(self.columns) if self.form.header else max(places) + 1
+        width, header = len(self.columns), self.form.header
+        least = width if header else max(places) + 1
+        more = not header and self.form.delimiter == "\t"  # further columns are ignored
         rows = self.delimited(bad, advance)
-        if self.form.header:
+        if header:
             next(rows, None)
         for line, row in rows:
-            if len(row) < width or (self.form.header and len(row) > width):
-                count = many(len(row), "column")
-                bad(self.path, line, f"{count} instead of {width}{self.form.hint}")
+            if len(row) < least or (len(row) > width and not more):
+                count, expected = many(len(row), "column"), least if len(row) < least else width
+                bad(self.path, line, f"{count} instead of {expected}{self.form.hint}")
             else:
                 yield line, [row[place] for place in places]
 
