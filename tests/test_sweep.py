@@ -286,7 +286,7 @@ def test_a_number_with_three_levels_becomes_an_axis(store: Path, tmp_path: Path)
     assert "Best on valid: probe.layer=2, optim.lr=0.001 (valid 76.0" in text
     section = next(s for s in report.sections if s.figure is not None)
     assert section.figure is not None
-    svg, words = section.figure.svg, "accuracy on valid, 100 times"
+    svg, words = section.figure.svg, "accuracy on valid, times 100"
     ticks = [svg.index(f">{level}</text>") for level in (0, 1, 2)]
     assert ticks == sorted(ticks)
     assert svg.index(">2</text>") < svg.index(">layer (0: the output") < svg.index(words)

@@ -483,7 +483,12 @@ def draw(result: dict[str, Any]) -> Figure:
     bar.set_label("similarity (1: equal)")
     tokens = result["similarity"][0][0]["samples"]
     store = drawing.of_stores(result["data"]["store"])
-    figure.suptitle(f"{names[0]} and {names[1]} on {tokens:,} tokens of {store}", fontsize=10.5)
+    levels = sorted(f"{cell['chance']:.3f}" for row in result["similarity"] for cell in row)
+    chance = levels[0] if levels[0] == levels[-1] else f"{levels[0]} to {levels[-1]}"
+    figure.suptitle(
+        f"{names[0]} and {names[1]} on {tokens:,} tokens of {store} (chance of CCA: {chance})",
+        fontsize=10.5,
+    )
     return figure
 
 

@@ -44,7 +44,7 @@ def table_figure(
         axes.set_xscale("log")
     axes.set_xticks(numbers, names)
     axes.minorticks_off()
-    unit = ", 100 times" if table.percent else ""
+    unit = ", times 100" if table.percent else ""
     name = table.metric.rpartition(".")[2] if isinstance(table.metric, str) else "score"
     place = f" on {table.place}" if table.place else ""
     across = AXES.get(table.columns, table.columns)
