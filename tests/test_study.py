@@ -2245,6 +2245,30 @@ def test_the_best_stands_beside_the_mean(file: Path, data: Path, tmp_path: Path)
         results.cells(plan.study.tables[0])
 
 
+def test_a_legend_names_the_factors_that_scores_are_averaged_over(
+    file: Path, data: Path, tmp_path: Path
+) -> None:
+    """Not those with one level per cell: a factor that follows the rows, and a fixed one."""
+    plan = plan_of(file, tmp_path, data=str(data))
+    assert "each score is a mean over" not in markdown_of(Results(plan))
+    changed(
+        file,
+        (
+            "vary.rate.low =",
+            "vary.draw.a = { optim.clip = 1.0 }\n"
+            "vary.draw.b = { optim.clip = 2.0 }\n"
+            "vary.rate.low =",
+        ),
+    )
+    words = "mean ± standard deviation (number of seeds); each score is a mean over draw; then"
+    assert words in markdown_of(Results(plan_of(file, tmp_path, data=str(data))))
+    changed(file, ('columns = "rate"', 'columns = "rate"\nwhere.draw = "a"'))
+    changed(file, ('each = "rate"', 'each = "rate"\nbetter.draw = "a"\nthan.draw = "a"'))
+    assert "each score is a mean over" not in markdown_of(
+        Results(plan_of(file, tmp_path, data=str(data)))
+    )
+
+
 def test_a_metric_may_be_the_mean_of_two_splits(file: Path, data: Path, tmp_path: Path) -> None:
     changed(file, ('columns = "rate"', 'columns = "rate"\nmetric = "valid+other.accuracy"'))
     plan = plan_of(file, tmp_path, data=str(data))

@@ -56,6 +56,7 @@ from xformer.study.spec import (
     Shown,
     Study,
     Summary,
+    averaged_factors,
 )
 from xformer.study.statistics import LEVEL
 
@@ -642,6 +643,8 @@ def _legend(results: Results, table: ScoreTable) -> str:
     text += ": standard deviation" if table.show == "deviation" else ": mean ± standard deviation"
     many = "seeds" if SEED in results.study.factors(table.stage) else "runs"
     text += f" (number of {many})"
+    if averaged := averaged_factors(results.study, table):
+        text += f"; each score is a mean over {' and '.join(averaged)}"
     if table.best != "none":
         text += ", best " + ("run" if table.best == "run" else "validation of any run")
     if table.published is not None:

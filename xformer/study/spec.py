@@ -944,6 +944,22 @@ def replicate_factors(study: Study, table: ScoreTable, fixed: Collection[str]) -
     return [SEED] if SEED in rest else rest
 
 
+def averaged_factors(study: Study, table: ScoreTable) -> list[str]:
+    """The factors over which a score of a table's cell is a mean, besides the parts of a mean of
+    columns."""
+    own = replicate_factors(study, table, ())
+    levels: dict[str, dict[tuple[str, ...], set[str]]] = {}  # by factor, then cell and replicate
+    for run in study.combinations(table.stage):
+        if all(run.get(factor, level) == level for factor, level in table.where.items()):
+            place = tuple(run.get(factor, "") for factor in (table.rows, table.columns, *own))
+            for factor in run.keys() - {table.rows, table.columns, *own}:
+                levels.setdefault(factor, {}).setdefault(place, set()).add(run[factor])
+    several = {
+        f for f, places in levels.items() if any(len(every) > 1 for every in places.values())
+    }
+    return [factor for factor in study.factors(table.stage) if factor in several]
+
+
 def _unpaired(study: Study, table: ScoreTable, claim: Claim) -> str:
     """Levels over which only one side of a claim is averaged, or "". A replicate, or a level of
     `each`, that only one side has does not count, because it is not compared."""
