@@ -201,6 +201,7 @@ def test_the_card_of_a_run(forks: Forks, data: Toys, run: Path, tmp_path: Path) 
     step = result["selected"].partition("_")[2]
     assert f"| step of these weights | {step} |" in text
     assert "| `train.steps` | `6` |" in text
+    assert "- rows of up to 64 tokens; training and its scores cut them to 20\n" in text
     assert "3. **reverse_layers**" in text
     assert str(tmp_path) not in text
     assert str(data.raw.parent) not in text
