@@ -473,15 +473,22 @@ def test_where_git_is_absent_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_pat
     if shutil.which("git"):
         author = ["-c", "user.name=a", "-c", "user.email=a@b"]
         (tmp_path / "a.py").write_text("one\n")
+        (tmp_path / "scores.csv").write_text("1\n")
         for arguments in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "one"]):
             subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
         revision = provenance.revision()
         assert len(revision) == 40
+        (tmp_path / "scores.csv").write_text("2\n")  # results are not code
+        (tmp_path / "new.zip").touch()
+        assert provenance.revision() == revision
         (tmp_path / "a.py").write_text("two; $(touch x)\n")
-        (tmp_path / "new.py").touch()
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder/new.py").touch()
         assert provenance.revision() == f"{revision}+"
         diff = provenance.diff(f"{revision}+")
-        assert "?? new.py" in diff
+        assert "?? folder/" in diff
+        assert "new.zip" not in diff
+        assert "scores.csv" not in diff
         assert "-one\n+two; $(touch x)" in diff
     monkeypatch.setenv("PATH", str(tmp_path))
     assert provenance.revision() == "git is not installed"

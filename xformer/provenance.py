@@ -21,6 +21,7 @@ from xformer.parallel.processes import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 20  # seconds that a git command may take
+CODE = ("--", "*.py", "*.cpp")  # the files that decide a result, besides what a run records itself
 
 
 def environment(ranks: Ranks) -> dict[str, Any]:
@@ -125,12 +126,12 @@ def versions() -> dict[str, str]:
 
 
 def revision() -> str:
-    """The git revision of this code, with "+" if files have changed since. If there is none, the
+    """The git revision of this code, with "+" if it has changed since. If there is none, the
     reason why."""
     try:
         if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT:
             return "no git checkout"
-        changed = _git("status", "--porcelain")
+        changed = _git("status", "--porcelain", *CODE)
         return _git("rev-parse", "HEAD") + ("+" if changed else "")
     except FileNotFoundError:
         return "git is not installed"
@@ -144,9 +145,8 @@ def diff(revision: str) -> str:
     if not revision.endswith("+"):
         return ""
     try:
-        return "\n".join(
-            filter(None, (_git("status", "--porcelain"), _git("diff", "HEAD", "--no-ext-diff")))
-        )
+        commands = ("status", "--porcelain"), ("diff", "HEAD", "--no-ext-diff")
+        return "\n".join(filter(None, (_git(*command, *CODE) for command in commands)))
     except (OSError, subprocess.SubprocessError) as error:
         return f"git could not list the changes: {error}"
 
