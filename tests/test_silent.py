@@ -219,6 +219,7 @@ def test_rows_of_valid_that_train_has(preprocess, tmp_path: Path, data: Toys, ca
 def test_lines_of_conll_that_are_no_words(  # type: ignore[no-untyped-def]
     preprocess, tmp_path: Path, data: Toys, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    told: list[str] = []
     good_lines = ["bam B-X", "dan I-X", "foo O", "", "bar O", "# O", "baz O", "", *["foo O"] * 9]
 
     def said(*lines: str) -> list[str]:
@@ -228,7 +229,8 @@ def test_lines_of_conll_that_are_no_words(  # type: ignore[no-untyped-def]
         capsys.readouterr()
         preprocess("task", "conll", *arguments, "--output", tmp_path / "store")
         start = f"warning: {tmp_path / 'train.txt'}: "
-        err = capsys.readouterr().err.splitlines()
+        told.append(capsys.readouterr().err)
+        err = told[-1].splitlines()
         return [line.removeprefix(start) for line in err if line.startswith(start)]
 
     assert said(*good_lines) == []
@@ -237,10 +239,19 @@ def test_lines_of_conll_that_are_no_words(  # type: ignore[no-untyped-def]
         "1 label, such as 'Tag' in the sentence at line 1, is not O, B-X or I-X, so entities "
         "cannot be scored",
     ]
-    assert said("# s1", *good_lines[:4], "# s2", *good_lines[4:], *["foo O"] * 9) == [
-        "2 sentences, such as the one at line 1, begin with #; delete such lines if they are "
+    commented = ["# id s1", *good_lines[:4], "# id s2", *good_lines[4:], "# O"]
+    assert said(*commented) == []
+    note = f"note: {tmp_path / 'train.txt'}: lines that begin with '# ' before a sentence are "
+    assert note in told[-1]
+    store = open_store(tmp_path / "store").split("train")
+    assert store.rows == 3
+    assert [len(store.columns["labels"][row]) for row in range(3)] == [
+        len(store.columns["tokens"][row]) for row in range(3)
+    ]
+    assert said(*good_lines[:4], "# s1", *good_lines[4:], "", "# s2", *["foo O"] * 9) == [
+        "2 sentences, such as the one at line 5, begin with #; delete such lines if they are "
         "comments",
-        "2 labels, such as 's1' in the sentence at line 1, are not O, B-X or I-X, so entities "
+        "2 labels, such as 's1' in the sentence at line 5, are not O, B-X or I-X, so entities "
         "cannot be scored",
     ]
     assert said("bam ADJ", "dan NOUN", "", "foo NOUN") == []

@@ -18,6 +18,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,14 +61,18 @@ class ConllColumns(NamedTuple):
     width: int
     word: int  # the column of the word, from 0
     label: int | None  # the column of the label; None if there is none
+    comments: bool = False  # lines that begin with "# " before a sentence are comments
 
     def split(self, line: str) -> list[str]:
         """The columns of a line."""
         return line.split("\t") if self.tabs else line.split()
 
-    def is_comment(self, line: str) -> bool:
-        """Whether a line is one of CoNLL-U's comments."""
-        return self.tabs and line.startswith("#") and "\t" not in line
+    def is_comment(self, line: str, begins: bool) -> bool:
+        """Whether a line is a comment: one of CoNLL-U's, or, in a file whose first line is one, a
+        line that begins with "# " before the first word of a sentence (if `begins`)."""
+        if self.tabs:
+            return line.startswith("#") and "\t" not in line
+        return self.comments and begins and line.split()[0] == "#"
 
 
 def add_conll_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,8 +179,14 @@ def columns_of(path: Path, split: str, word: int, label: int | None) -> ConllCol
     BadInput if the file lacks one of them.
     """
     lines = (line for _, line in read_lines(path, BadRows(skip=True)) if line.strip())
-    first = next((line for line in lines if "\t" in line or not line.startswith("#")), "")
-    columns = ConllColumns("\t" in first, 0, word - 1, None)
+    top = next(lines, "")
+    every = chain([top], lines)
+    first = next((line for line in every if "\t" in line or not line.startswith("#")), "")
+    tabs = "\t" in first
+    comments = not tabs and top.split()[:1] == ["#"]
+    if comments:
+        say(f"note: {path}: lines that begin with '# ' before a sentence are comments", error=True)
+    columns = ConllColumns(tabs, 0, word - 1, None, comments)
     width = len(columns.split(first))
     label = label or max(width, 2)
     labelled = label <= width and label != word
@@ -223,7 +234,7 @@ def _blocks(
         if line.strip():
             fields = columns.split(line)
             is_extra = columns.word > 0 and EXTRA_LINE.fullmatch(fields[0])
-            if not is_extra and not columns.is_comment(line):
+            if not is_extra and not columns.is_comment(line, not block):
                 block.append((at, fields))
         else:
             if block and whole:
