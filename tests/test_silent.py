@@ -257,6 +257,28 @@ def test_lines_of_conll_that_are_no_words(  # type: ignore[no-untyped-def]
     assert said("bam ADJ", "dan NOUN", "", "foo NOUN") == []
 
 
+def test_scores_that_are_read_as_classes(  # type: ignore[no-untyped-def]
+    preprocess, tmp_path: Path, data: Toys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Values within another JSON object have paths."""
+    rows = [{"doc": {"text": f"bam {i}"}, "y": {"score": i % 20 / 4, "n": i % 3}} for i in range(80)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    line = ["--input", file, "--tokenizer", data.tokenizer, "--text", "doc.text", "--overwrite"]
+    line += ["--output", tmp_path / "store"]
+    preprocess("task", "tsv", *line, "--label", "y.score")
+    words = "warning: the 20 classes are numbers, such as 0.0; for scores give --kind score"
+    assert words in capsys.readouterr().err
+    preprocess("task", "tsv", *line, "--label", "y.score", "--kind", "score")
+    preprocess("task", "tsv", *line, "--label", "y.n")
+    assert "are numbers" not in capsys.readouterr().err
+    with pytest.raises(BadInput, match=r"no column 'doc.txt'; it has .* did you mean 'doc.text'"):
+        preprocess("task", "tsv", *line, "--text", "doc.txt", "--label", "y.n")
+    file.write_text("\n".join(json.dumps({"text": "a", "y": "1,98"}) for _ in range(80)))
+    with pytest.raises(BadInput, match="the score '1,98' has a comma; write a point"):
+        preprocess("task", "tsv", *line, "--text", "text", "--label", "y", "--kind", "score")
+
+
 def test_a_study_repeats_the_warnings_of_its_runs(data: Toys, forks: Forks, tmp_path: Path) -> None:
     """Each once while it runs; in the report with the number of runs."""
     line = ["-m", "xformer.study", "sweep", CLASSIFY, f"data={data.classes}", "seed=0,1"]

@@ -1111,7 +1111,7 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
     (
         {"train.tsv": TSV.replace("x", "1").replace("y", "1e39") + "c\t2\nd\t3e38\n"},
         [*T, "--kind", "score", "--input", "."],
-        r"train\.tsv:3: the score '1e39' is not a number below 3\.4e38",
+        r"train\.tsv:3: the score '1e39' is not a number of at most 3\.4e38",
         3,
     ),
     (

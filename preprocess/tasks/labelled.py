@@ -282,8 +282,11 @@ def _fault(task: TaskSource, row: Row) -> str | None:
         may_lack = row.split.startswith("test") or (task.kind == "choice" and row.split == "valid")
         return None if may_lack else "the label is empty"
     if task.kind == "score":
-        fits = abs(_number(row.label)) <= LARGEST_SCORE  # false for NaN too
-        return None if fits else f"the score {row.label!r} is not a number below 3.4e38"
+        if abs(_number(row.label)) <= LARGEST_SCORE:  # false for NaN too
+            return None
+        if "," in row.label and not math.isnan(_number(row.label.replace(",", ".", 1))):
+            return f"the score {row.label!r} has a comma; write a point"
+        return f"the score {row.label!r} is not a number of at most 3.4e38"
     for label in _classes(task, row.label):
         if task.labels and label not in task.labels:
             return f"label {label!r} is not one of {', '.join(task.labels)}"
@@ -423,6 +426,13 @@ def _say_odd_classes(task: TaskSource, survey: RowSurvey, labels: list[str]) -> 
                 error=True,
             )
     groups = [same for same in spellings.values() if len(same) > 1]
+    numbers = [_number(label) for label in labels]
+    if len(labels) > 2 and all(map(math.isfinite, numbers)) and any(x % 1 for x in numbers):
+        say(
+            f"warning: the {len(labels):,} classes are numbers, such as {labels[0]}; for scores "
+            "give --kind score",
+            error=True,
+        )
     named = [
         " and ".join(f"{label!r} ({counts[label]:,} rows)" for label in same) for same in groups[:3]
     ]

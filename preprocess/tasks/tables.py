@@ -263,7 +263,8 @@ class RowTable:
     def _objects(
         self, bad: BadRows, advance: Callable[[int], None] = lambda _: None
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield (line, object) for every object of a file of JSON lines.
+        """Yield (line, object) for every object of a file of JSON lines. A value within another
+        object can also be named by its path, such as `document.text`.
 
         A .json file may instead hold one JSON value, which is read whole. Its rows are then counted
         from 1 in place of lines.
@@ -281,7 +282,7 @@ class RowTable:
             items = ((line, self._parse(line, text, bad)) for line, text in lines if text.strip())
         for line, item in items:
             if isinstance(item, dict):
-                yield line, item
+                yield line, {**_paths(item), **item} if _is_nested(item) else item
             elif item is not BROKEN:
                 bad(self.path, line, "this is not a JSON object {...}")
 
@@ -368,6 +369,21 @@ def _python(block: Any) -> list[dict[str, Any] | None]:
         if len(block) == 1:
             return [None]
     return [row for i in range(len(block)) for row in _python(block.slice(i, 1))]
+
+
+def _is_nested(item: dict[str, Any]) -> bool:
+    return any(isinstance(value, dict) for value in item.values())
+
+
+def _paths(item: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values within a JSON object that are not objects, by their paths: {"a.b": 1}."""
+    paths: dict[str, Any] = {}
+    for name, value in item.items():
+        own = (
+            _paths(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        )
+        paths |= own
+    return paths
 
 
 def _is_whole(line: str) -> bool:
