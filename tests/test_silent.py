@@ -123,6 +123,18 @@ def test_rows_of_the_training_split_in_another_store(
     ) in done.err
     assert "training split" not in good(forks.run(*line, f"data={data.classes}")).err
 
+    # a run on the other store that started from this run, and that saw a share of its rows
+    run, out = tmp_path / "run", tmp_path / "scores.json"
+    start = [f"init={learned['classes']}", "batch.max_tokens=20", "fraction=0.5"]
+    good(forks.run(*training(CLASSIFY, tmp_path / "store", run, *start)))
+    line = ["evaluate.py", str(run), f"out={out}"]
+    good(forks.run(*line, f"data={tmp_path / 'store'}", "split=valid"))
+    (note,) = json.loads(out.read_text())["notes"]
+    assert note.startswith(f"note: {count} of the {rows.rows} texts of valid")
+    good(forks.run(*line, f"data={data.classes}", "split=test"))
+    (note,) = json.loads(out.read_text())["notes"]
+    assert f"the training split of {tmp_path / 'store'}, of which it saw a share of 0.5, so" in note
+
 
 def _ids(store: Path, split: str) -> list[list[int]]:
     tokens = open_store(store).split(split).columns["tokens"]
@@ -137,6 +149,9 @@ def test_the_loss_of_masked_tokens_names_their_share(
     assert head is not None
     share = f"{100 * head.masking:.3g} % of all tokens"
     words = f"validation masks {share}: its loss compares only with others of this share"
+    assert words in good(forks.run("evaluate.py", *line)).err
+    line = [str(learned["text"]), f"data={data.classes}", "split=test"]
+    words = "classes has labels; this checkpoint predicts masked tokens alone"
     assert words in good(forks.run("evaluate.py", *line)).err
 
 
@@ -261,7 +276,9 @@ def test_scores_that_are_read_as_classes(  # type: ignore[no-untyped-def]
     preprocess, tmp_path: Path, data: Toys, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Values within another JSON object have paths."""
-    rows = [{"doc": {"text": f"bam {i}"}, "y": {"score": i % 20 / 4, "n": i % 3}} for i in range(80)]
+    rows = [
+        {"doc": {"text": f"bam {i}"}, "y": {"score": i % 20 / 4, "n": i % 3}} for i in range(80)
+    ]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     line = ["--input", file, "--tokenizer", data.tokenizer, "--text", "doc.text", "--overwrite"]

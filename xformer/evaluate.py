@@ -10,6 +10,7 @@ if __name__ == "__main__":  # `python -m xformer.evaluate`: before torch is impo
 import csv
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
@@ -25,7 +26,7 @@ from xformer import checkpoint as checkpoints
 from xformer import minimal_pairs, provenance
 from xformer.checkpoint import Checkpoint
 from xformer.config import MaybePaths, Settings, help_text, parse_overrides, validate
-from xformer.convert.recorded import training_of
+from xformer.convert.recorded import Training, training_of
 from xformer.data import mapping
 from xformer.data.batch import Assembler, Batch
 from xformer.data.display import put, say
@@ -374,48 +375,66 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     _say_truncated(checkpoint, assembler, longest_remedy(task.head, letters))
     if note := task.note(assembler.split):
         say(note, error=True)
-    if config.out:
-        result = {
-            "checkpoint": name,
-            "data": config.data,
-            "split": config.split,
-            "rows": assembler.split.rows,
-            **_labels(task, scores.predictions),
-            "precision": config.system.precision,
-            "metrics": scores.metrics,
-        }
-        write_json(Path(config.out), result)
-    if config.predictions and _is_npz(config.predictions):
-        write(Path(config.predictions), scores.predictions, store.key)
-    elif config.predictions:
-        lines = task.lines(scores.outputs, assembler.split, config.threshold)
-        write_text(Path(config.predictions), lines)
-    for metric, value in scores.metrics.items():  # after the files: the output may be cut off
-        say(f"{config.split} {metric} {value:.4f}")
-    if scored and (note := _trained_on(name, checkpoint, store, assembler.split)):
-        say(note, error=True)
-    if scored:  # last, as the precision
-        say(*filter(None, [task.remark(scores.predictions), task.meaning]), error=True)
-
-
-def _trained_on(name: str, checkpoint: Checkpoint, store: Store, split: Split) -> str:
-    """A note if the run was trained on rows of this split in another store, such as one that
-    divides the same file differently. "" if not, or if the store of training is gone."""
-    assert checkpoint.task is not None
+    notes = [] if task.predicts_masked else _trained_on(name, store, assembler.split)
+    if task.predicts_masked and store.kind != "text" and not task.head.pair_scale:
+        notes.append(f"note: {store.name} has labels; this checkpoint predicts masked tokens alone")
     try:
-        training = training_of(checkpoints.resolve(name))
-    except BadInput:  # a damaged file of the run; the checkpoint itself is good
-        return ""
-    if training is None or (of_run := training.store) is None or of_run.key == store.key:
-        return ""
-    if checkpoint.task.predicts_masked or of_run.fingerprint != store.fingerprint:
-        return ""
-    rows = list(_texts(split))
-    known = set(rows) & set(_texts(of_run.split("train")))
-    if not (count := sum(row in known for row in rows)):
-        return ""
-    texts = f"{count:,} of the {len(rows):,} texts of {split.name} are in the training split of"
-    return f"note: {texts} {of_run.name}, so these scores may be too high"
+        if config.out:
+            result = {
+                "checkpoint": name,
+                "data": config.data,
+                "split": config.split,
+                "rows": assembler.split.rows,
+                **_labels(task, scores.predictions),
+                "precision": config.system.precision,
+                "metrics": scores.metrics,
+                **({"notes": notes} if notes else {}),
+            }
+            write_json(Path(config.out), result)
+        if config.predictions and _is_npz(config.predictions):
+            write(Path(config.predictions), scores.predictions, store.key)
+        elif config.predictions:
+            lines = task.lines(scores.outputs, assembler.split, config.threshold)
+            write_text(Path(config.predictions), lines)
+    finally:  # after the files, because the output may be cut off; also if they cannot be written
+        for metric, value in scores.metrics.items():
+            say(f"{config.split} {metric} {value:.4f}")
+    if scored:  # last, as the precision
+        say(*filter(None, [*notes, task.remark(scores.predictions), task.meaning]), error=True)
+
+
+def _trained_on(name: str, store: Store, split: Split) -> list[str]:
+    """A note for each labelled store whose training split has texts of this split, if the run or
+    one that it started from was trained on that store: it may divide the same file differently.
+    Stores that are gone are left out."""
+    rows, notes = list(_texts(split)), []
+    for training in _trainings(name):
+        of_run = training.store
+        if of_run is None or of_run.key == store.key or training.config["head"] == "mlm":
+            continue
+        if of_run.fingerprint != store.fingerprint:
+            continue
+        known = set(rows) & set(_texts(of_run.split("train")))
+        if count := sum(row in known for row in rows):
+            texts = f"{count:,} of the {len(rows):,} texts of {split.name}"
+            share = training.config.get("fraction", 1)
+            read = f", of which it saw a share of {share:g}" if share != 1 else ""
+            where = f"are in the training split of {of_run.name}{read}"
+            notes.append(f"note: {texts} {where}, so these scores may be too high")
+    return notes
+
+
+def _trainings(name: str) -> Iterator[Training]:
+    """What is recorded of the run of a checkpoint, then of the run that it started from, and so
+    on."""
+    known, start = set[Path](), name
+    with suppress(BadInput):  # a damaged file of a run; the checkpoint itself is good
+        while start and (path := checkpoints.resolve(start)) not in known:
+            known.add(path)
+            if (training := training_of(path)) is None:
+                return
+            yield training
+            start = training.config.get("init") or ""
 
 
 def _texts(split: Split) -> Iterator[tuple[bytes, ...]]:
