@@ -5,11 +5,13 @@ and repeating it.
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,6 +30,7 @@ from xformer.data.files import RUN_MANIFEST, read_json, write_json
 from xformer.monitor import cut_log, records
 from xformer.ops import native
 from xformer.parallel import processes, watch
+from xformer.study import pool
 from xformer.writer import BackgroundWriter
 
 STEPS = [
@@ -466,32 +469,52 @@ def test_changed_steps_of_an_unfinished_run_are_said(
             assert said[0].endswith(f"the learning rate changes from {old} to {new}")
 
 
+def _revision() -> str:
+    """The revision now, not that of the first call."""
+    return provenance.revision.__wrapped__()
+
+
 def test_where_git_is_absent_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    assert provenance.revision() == "no git checkout"
-    assert provenance.diff(provenance.revision()) == ""
+    assert _revision() == "no git checkout"
+    assert provenance.diff(_revision()) == ""
     if shutil.which("git"):
         author = ["-c", "user.name=a", "-c", "user.email=a@b"]
         (tmp_path / "a.py").write_text("one\n")
         (tmp_path / "scores.csv").write_text("1\n")
         for arguments in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "one"]):
             subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
-        revision = provenance.revision()
+        revision = _revision()
         assert len(revision) == 40
         (tmp_path / "scores.csv").write_text("2\n")  # results are not code
         (tmp_path / "new.zip").touch()
-        assert provenance.revision() == revision
+        assert _revision() == revision
         (tmp_path / "a.py").write_text("two; $(touch x)\n")
         (tmp_path / "folder").mkdir()
         (tmp_path / "folder/new.py").touch()
-        assert provenance.revision() == f"{revision}+"
-        diff = provenance.diff(f"{revision}+")
+        assert _revision() == f"{revision}+"
+        diff = provenance.diff.__wrapped__(f"{revision}+")
         assert "?? folder/" in diff
         assert "new.zip" not in diff
         assert "scores.csv" not in diff
         assert "-one\n+two; $(touch x)" in diff
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert provenance.revision() == "git is not installed"
+    assert _revision() == "git is not installed"
+
+
+def test_jobs_of_a_study_record_the_code_that_the_study_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Their server remembers the revision, also if the checkout changes while the study runs."""
+    assert "xformer.study.loaded" in pool.PRELOADED
+    for function in (provenance.revision, provenance.diff):
+        function.cache_clear()
+    monkeypatch.delitem(sys.modules, "xformer.study.loaded", raising=False)
+    importlib.import_module("xformer.study.loaded")
+    before = provenance.revision()
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    assert provenance.revision() == before != _revision()
+    assert provenance.diff.cache_info().currsize == 1
 
 
 def test_a_log_that_was_cut_is_read_to_its_last_whole_line(tmp_path: Path) -> None:

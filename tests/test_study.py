@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 import looking
 import numpy as np
 import pytest
-from helpers import ROOT, Forks, command, good, refused
+from helpers import ROOT, Forks, command, good, refused, start
 from markupsafe import escape
 from plans import SCALES, planned
 from pydantic import BaseModel
@@ -2656,3 +2656,55 @@ def test_legends_show_names_that_begin_with_an_underscore() -> None:
         partial(table_figure, table, [[cell]], "c"),
     ):
         assert "> _small $b$</text>" in drawing("x", draw).svg
+
+
+@pytest.mark.slow
+def test_half_of_an_output_is_not_a_result(tmp_path: Path) -> None:
+    """Of a command that is not ours: it fails, or a pause or SIGKILL ends it."""
+    (tmp_path / "make.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "out = pathlib.Path(sys.argv[1])\n"
+        "out.mkdir()\n"
+        "(out / 'a').touch()\n"
+        f"how = pathlib.Path({str(tmp_path / 'how')!r})\n"
+        "if how.read_text() == 'fail':\n"
+        "    sys.exit('no space left')\n"
+        "while how.read_text() == 'wait':\n"
+        "    time.sleep(0.05)\n"
+        "(out / 'b').touch()\n"
+    )
+    (tmp_path / "count.py").write_text(
+        "import json, pathlib, sys\n"
+        "count = len(list(pathlib.Path(sys.argv[1]).iterdir()))\n"
+        "result = {'metrics': {'test': {'files': count}}}\n"
+        "(pathlib.Path(sys.argv[2]) / 'result.json').write_text(json.dumps(result))\n"
+    )
+    (tmp_path / "s.toml").write_text(
+        'title = "files"\n[needs]\nmake = { about = "a", path = "make.py" }\n'
+        'count = { about = "b", path = "count.py" }\n'
+        '[made.raw]\ncommand = ["{need.make}", "{out}"]\n'
+        '[stages.count]\ncommand = ["{need.count}", "{made.raw}", "{out}"]\nvary.x.a = {}\n'
+    )
+    output = tmp_path / "out"
+    line = ["-m", "xformer.study", str(tmp_path / "s.toml"), f"output={output}", "jobs=1"]
+
+    def made() -> list[str]:
+        return sorted(path.name.partition("-")[0] for path in output.glob("made/*"))
+
+    (tmp_path / "how").write_text("fail")
+    done = command(*line, cwd=tmp_path)
+    assert done.status == 1
+    assert "no space left" in done.err
+    assert made() == ["raw"]  # its log alone
+    (tmp_path / "how").write_text("wait")
+    study = start(*line, cwd=tmp_path)
+    while not any(output.glob("made/.raw-*.making/a")):
+        assert study.poll() is None
+        time.sleep(0.05)
+    study.kill()
+    study.communicate()
+    (tmp_path / "how").write_text("go")
+    good(command(*line, cwd=tmp_path))
+    assert made() == ["raw", "raw"]
+    (result,) = output.glob("runs/*/result.json")
+    assert json.loads(result.read_text())["metrics"]["test"]["files"] == 2

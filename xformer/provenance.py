@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,7 @@ def versions() -> dict[str, str]:
     }
 
 
+@cache  # a process keeps the code that it has loaded, and so do its forks
 def revision() -> str:
     """The git revision of this code, with "+" if it has changed since. If there is none, the
     reason why."""
@@ -139,6 +141,7 @@ def revision() -> str:
         return "no git checkout"
 
 
+@cache
 def diff(revision: str) -> str:
     """The changes of the code since its `revision`, with the names of new files. "" if there are no
     changes or no git."""

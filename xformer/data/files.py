@@ -270,7 +270,7 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
     refuse_existing(path, overwrite)
     make_directory(path.absolute().parent)
     for stale, process in _leftovers(path):
-        if not _alive(process):
+        if not alive(process):
             shutil.rmtree(stale, ignore_errors=True)
     temporary = path.parent / f".{path.name}.{os.getpid()}.partial"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -380,7 +380,8 @@ def put_back(path: Path) -> None:
         )
 
 
-def _alive(process: int) -> bool:
+def alive(process: int) -> bool:
+    """Whether a process of this machine exists."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import forkserver, get_context
 from multiprocessing.process import BaseProcess
@@ -21,6 +21,7 @@ from xformer import provenance
 from xformer.config import toml_text
 from xformer.data.display import Progress, duration, say
 from xformer.data.errors import BadInput, Interrupted, lacks
+from xformer.data.files import alive
 from xformer.monitor import events
 from xformer.run import in_use
 from xformer.study.costs import Costs
@@ -39,6 +40,7 @@ LATER = 300.0  # seconds after which it is estimated again in any case
 # when it forks, so nothing here may compute anything.
 PRELOADED = [
     __name__,
+    "xformer.study.loaded",
     "xformer.train",
     "xformer.evaluate",
     "xformer.analysis.subcommand",
@@ -368,6 +370,7 @@ def run_jobs(
         queue.stop()
         for running in queue.running.values():
             running.handle.join()
+            settle(running.job, running.handle.exitcode == 0)
     return queue.outcomes
 
 
@@ -428,7 +431,7 @@ class _Queue:
             free = [slot for slot in free if slot not in slots]
             log_of(job).parent.mkdir(parents=True, exist_ok=True)
             self.set_up(job)
-            self.running[job.key] = _Running(job, self.executor.start(job, slots), slots)
+            self.running[job.key] = _Running(job, self.executor.start(apart(job), slots), slots)
             self.waiting.remove(job)
 
     def collect(self) -> list[Job]:
@@ -441,6 +444,7 @@ class _Queue:
                 continue
             del self.running[key]
             job, seconds = running.job, time.monotonic() - running.started
+            settle(job, status == 0)
             if self._made(job) and (why := self.stale(job)):
                 discard(job)
                 self.outcomes[key] = Outcome(job, "failed", seconds, why)
@@ -539,10 +543,51 @@ def discard(job: Job) -> None:
     """Delete what a job has made."""
     aside = job.path.with_name(f".{job.path.name}.{os.getpid()}.partial")
     job.path.rename(aside)
-    if aside.is_dir():
-        shutil.rmtree(aside)
+    _delete(aside)
+
+
+def _delete(path: Path) -> None:
+    """Delete a file or a directory, if it exists."""
+    if path.is_dir():
+        shutil.rmtree(path)
     else:
-        aside.unlink()
+        path.unlink(missing_ok=True)
+
+
+def apart(job: Job) -> Job:
+    """The job as it is started. A foreign command, such as `unzip`, may leave half of its output if
+    it fails or is killed. So it writes to a place of its own, from which `settle` moves the output.
+    Our own commands write an output that is complete or absent."""
+    first, *rest = job.command
+    if (
+        job.recipe is not None
+        or first in SCRIPTS
+        or (first == "-m" and rest[0].startswith("xformer"))
+    ):
+        return job
+    own = _place(job)
+    for place in own.parent.glob(own.name.replace(f".{os.getpid()}.", ".*.")):
+        if place == own or not alive(int(place.name.rsplit(".", 2)[1])):  # left by a killed study
+            _delete(place)
+    if job.stage:
+        own.mkdir()
+    command = tuple(part.replace(str(job.path), str(own)) for part in job.command)
+    return replace(job, command=command)
+
+
+def settle(job: Job, good: bool) -> None:
+    """Move the output of a command that `apart` gave a place of its own to the job's path if the
+    command has ended well, and no other study has made it meanwhile. Else delete it."""
+    place = _place(job)
+    if place.exists() and good and not job.whole:
+        if job.path.exists():
+            discard(job)
+        place.rename(job.path)
+    _delete(place)
+
+
+def _place(job: Job) -> Path:
+    return job.path.with_name(f".{job.path.name}.{os.getpid()}.making")
 
 
 def run_plan(
