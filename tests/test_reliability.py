@@ -27,6 +27,7 @@ from xformer import checkpoint as checkpoints
 from xformer import provenance
 from xformer.data.errors import Failure
 from xformer.data.files import RUN_MANIFEST, read_json, write_json
+from xformer.data.store import open_store
 from xformer.monitor import cut_log, records
 from xformer.ops import native
 from xformer.parallel import processes, watch
@@ -434,6 +435,56 @@ def test_ranks_that_differ_are_refused(
     value = "other kernels" if what == "kernels" else "9.9"
     refused(done, f"the ranks differ in {what}: ", " on rank 0, ", f"{value} on ranks 1, 2")
     assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_read_other_data_are_refused(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """Such as nodes with a directory of the same name on their own disks."""
+    for name in ("0", "1"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "0/store").symlink_to(data.text)
+    (tmp_path / "1/store").symlink_to(data.pairs)
+    run = tmp_path / "run"
+    line = training("pretrain/smoke", "store", run, *STEPS)
+    apart = f"import os; os.chdir(os.path.join({str(tmp_path)!r}, os.environ['RANK']))"
+    done = forks.run(*line, ranks=2, before=apart)
+    keys = [open_store(store).key[:12] for store in (data.text, data.pairs)]
+    words = f"the ranks differ in the content of data: {keys[0]} on rank 0, {keys[1]} on rank 1"
+    refused(done, words)
+    assert not run.exists()
+
+
+def test_a_restart_by_torchrun_does_not_overwrite_again(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """The first start deletes the old run, and a later one continues what the first has begun."""
+    run = tmp_path / "run"
+    line = training(SMOKE, data.text, run, *STEPS, "train.checkpoint_every=2", "overwrite=true")
+    good(forks.run(*line))
+    again = "import os; os.environ['TORCHELASTIC_RESTART_COUNT'] = '1'\n"
+    stop = AT_STEP.format(step=4, signal="SIGTERM", ranks="0")
+    stopped = forks.run(*line, before=again + stop)  # the run there is finished: it is an old one
+    assert stopped.err.splitlines()[-1] == (
+        f"stopped at step 5; the same command without overwrite=true continues {run}"
+    )
+    done = good(forks.run(*line, before=again))
+    assert done.err.startswith(f"continuing {run} from step 5\n")
+
+
+def test_a_store_with_another_metric_is_noticed(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """The metric of a store is not part of its content, but selects the best checkpoint."""
+    run = tmp_path / "run"
+    store = tmp_path / "store"
+    raw = ["preprocess.py", "task", "tsv", "--input", str(data.raw / "classes"), "--text", "text"]
+    raw += ["--label", "label", "--tokenizer", str(data.tokenizer), "--output", str(store)]
+    line = training(CLASSIFY, store, run, "train.epochs=1")
+    good(forks.run(*raw, "--metric", "accuracy"))
+    good(forks.run(*line))
+    good(forks.run(*raw, "--metric", "f1", "--overwrite"))
+    refused(
+        forks.run(*line),
+        "selects checkpoints by accuracy, the store's metric then, which is now f1",
+        "give train.metric=accuracy",
+    )
 
 
 def test_changed_steps_of_an_unfinished_run_are_said(

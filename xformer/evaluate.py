@@ -43,6 +43,7 @@ from xformer.parallel.precision import fast_on, reason_for_bf16, speed_note
 from xformer.parallel.processes import ALONE, Ranks, SystemConfig
 from xformer.predictions import write
 from xformer.scoring import check_kind, longest_remedy, outputs_of, score
+from xformer.tasks.known import TASKS
 from xformer.tasks.task import Predictions, Task, as_table, check_finite, to_device
 
 # A function that writes the rows of a file as the split `input` of a new store. Arguments: file,
@@ -410,9 +411,9 @@ def _trained_on(name: str, store: Store, split: Split) -> list[str]:
     rows, notes = list(_texts(split)), []
     for training in _trainings(name):
         of_run = training.store
-        if of_run is None or of_run.key == store.key or training.config["head"] == "mlm":
+        if of_run is None or of_run.key == store.key or of_run.fingerprint != store.fingerprint:
             continue
-        if of_run.fingerprint != store.fingerprint:
+        if TASKS[training.config["head"]].predicts_masked:  # it saw no labels
             continue
         known = set(rows) & set(_texts(of_run.split("train")))
         if count := sum(row in known for row in rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,7 @@ from xformer.model.config import DROPOUT, ModelConfig
 from xformer.parallel.precision import fast_on, reason_for_bf16
 from xformer.parallel.processes import Ranks
 from xformer.recipe import UNUSED, Recipe
-from xformer.run import Run
+from xformer.run import Run, is_finished
 from xformer.scoring import check_kind
 from xformer.setup import Setup, planned_samples
 from xformer.surgery import registry
@@ -501,13 +502,19 @@ def _metric(recipe: Recipe, task: Task, store: Store) -> str:
 
 
 def open_run(setup: Setup) -> Run:
-    """The run of a setup. Rank 0 has opened its directory. Raises BadInput as `Run.open` does."""
+    """The run of a setup. Rank 0 has opened its directory. Raises BadInput as `Run.open` does, and
+    if the ranks differ in their versions, data or initial weights."""
     config, identity = setup.recipe.model_dump(mode="json"), setup.identity
-    provenance.refuse_unlike_ranks(setup.ranks)
+    read = {f"the content of {name}": str(identity[name])[:12] for name in ("data", "init")}
+    provenance.refuse_unlike_ranks(setup.ranks, read)
     environment = setup.ranks.on_rank_zero(partial(provenance.environment, setup.ranks))
     environment["compile"] = setup.compiling
     content = {"config": config, "identity": identity, "environment": environment}
-    run, overwrite = Run(Path(setup.recipe.run)), setup.recipe.overwrite
+    content["metric"] = setup.metric
+    run = Run(Path(setup.recipe.run))
+    # torchrun --max-restarts continues what its first attempt has begun
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and not is_finished(run.path)
+    overwrite = setup.recipe.overwrite and not again
 
     def open_here() -> None:
         if overwrite or not (run.path / "config.json").exists():

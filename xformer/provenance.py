@@ -95,9 +95,11 @@ def _short(name: str, value: Any) -> str:
     return str(value)
 
 
-def refuse_unlike_ranks(ranks: Ranks) -> None:
-    """Raise BadInput, with ranks and values, if the ranks differ in versions or kernels."""
+def refuse_unlike_ranks(ranks: Ranks, read: dict[str, str] | None = None) -> None:
+    """Raise BadInput, with ranks and values, if the ranks differ in versions, kernels or what they
+    have `read`."""
     own = {name: versions()[name] for name in ("torch", "xformer")} | {"kernels": kernels(ranks)}
+    own |= read or {}
     every = ranks.gather(own)
     for name in own:
         ranks_of: dict[str, list[str]] = {}

@@ -339,6 +339,12 @@ def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any])
             f"run={path} was made with other settings: {changes(refused, old, new)}; "
             "give the old value again, or another run=; overwrite=true starts from the beginning"
         )
+    metric, now = old.get("metric"), new.get("metric")
+    if metric and metric != now:
+        raise BadInput(
+            f"run={path} selects checkpoints by {metric}, the store's metric then, which is now "
+            f"{now}; give train.metric={metric}, or another run="
+        )
     if changed and kept_only_weights(path):
         raise BadInput(
             f"run={path} is finished and kept only its weights (train.keep_state=false), so it "

@@ -150,7 +150,7 @@ class Session:
         """Raise Interrupted if a rank was told to stop before the end of the run."""
         if due.stop and not self.done:
             number = self.signals[0] if self.signals else signal.SIGTERM
-            line = f"stopped at step {self.state.step}; the same command continues {self.run.path}"
+            line = f"stopped at step {self.state.step}; {_continues(self.setup)} {self.run.path}"
             raise Interrupted(number, line)
 
     # -------------------------------------------------------------------------- the checkpoints
@@ -235,12 +235,17 @@ def session_of(
                 session.write(whole=False)
             yield session
     except KeyboardInterrupt:
-        line = f"stopped after step {state.step}; the same command continues {run.path} from its "
-        line += "newest checkpoint"
+        line = f"stopped after step {state.step}; {_continues(setup)} {run.path} from its newest "
+        line += "checkpoint"
         if not run.has_checkpoints():
             line = f"stopped after step {state.step}, before the first checkpoint; the same "
             line += f"command starts {run.path} from the beginning"
         raise Interrupted(signal.SIGINT, line) from None
+
+
+def _continues(setup: Setup) -> str:
+    more = " without overwrite=true" if setup.recipe.overwrite else ""
+    return f"the same command{more} continues"
 
 
 def _utilisation(setup: Setup, since: dict[str, float], predicted: float) -> float | None:
