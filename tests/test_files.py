@@ -91,13 +91,28 @@ def test_who_writes_puts_it_back_first(tmp_path: Path, monkeypatch: pytest.Monke
 def test_names_that_begin_alike_are_kept_apart(tmp_path: Path) -> None:
     """Writing or opening x leaves the leftovers of its neighbour x.5 alone."""
     aside = killed(wrote(tmp_path / "x.999999999", "old"))
-    being_written = tmp_path / f".x.999999999.{os.getpid()}.partial"
+    being_written = tmp_path / f".x.999999999.{files.owner()}.partial"
     being_written.mkdir()
     put_back(tmp_path / "x")
     assert not (tmp_path / "x").exists()
     wrote(tmp_path / "x")
     assert (aside / "a").read_text() == "old"
     assert being_written.is_dir()
+
+
+def test_another_host_that_writes_the_same_directory_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes are not known here, and may have the number of one here."""
+    other = tmp_path / f".x.node7-{os.getpid()}.partial"
+    dead = tmp_path / ".x.node7-999999999.partial"
+    for directory in (other, dead):
+        directory.mkdir()
+    wrote(tmp_path / "x")
+    assert content(tmp_path / "x") == ("new", sorted(["x", other.name, dead.name]))
+    monkeypatch.setattr(files, "HOST", "node7")  # now they are processes of this host
+    wrote(tmp_path / "x", "newer")
+    assert content(tmp_path / "x") == ("newer", ["x"])
 
 
 def test_what_is_being_deleted_is_not_put_back(tmp_path: Path) -> None:
@@ -205,7 +220,7 @@ def test_a_disk_that_fails_between_the_renames(
     """The old directory is put back at once. If the disk refuses that too, the next process that
     looks for it is told where it is.
     """
-    path, new = wrote(tmp_path / "x", "old"), f"{os.getpid()}.partial"
+    path, new = wrote(tmp_path / "x", "old"), f"{files.owner()}.partial"
     with monkeypatch.context() as patch:
         failing(patch, new)
         with pytest.raises(OSError, match="Input/output error"):
@@ -216,7 +231,7 @@ def test_a_disk_that_fails_between_the_renames(
         failing(patch, new, ASIDE)
         with pytest.raises(OSError, match="Input/output error"):
             wrote(path)
-        aside = f".x.{os.getpid()}{ASIDE}"
+        aside = f".x.{files.owner()}{ASIDE}"
         with pytest.raises(BadInput, match=f"the old one as .*{aside}, which cannot be renamed"):
             put_back(path)
     put_back(path)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +42,7 @@ from xformer.data.errors import BadInput
 from xformer.data.files import (
     file_checksum,
     make_directory,
+    owner,
     read_json,
     read_own_json,
     sync,
@@ -216,7 +216,7 @@ def _write_parts(
         files.append(file)
         if file.exists() and _is_complete(file):
             continue
-        temporary = parts / f".{file.name}.{os.getpid()}"
+        temporary = parts / f".{file.name}.{owner()}"
         with h5py.File(temporary, "w") as h5:
             of_part = replace(examples, rows=rows, sizes=np.array(sizes))
             for batch_rows in of_part.parts():
@@ -288,7 +288,7 @@ def _extend(h5: Any, name: str, values: np.ndarray) -> None:
 
 def _join(out: Path, files: list[Path], examples: Examples, identity: dict[str, Any]) -> None:
     """Write F.h5, which concatenates the datasets of the parts, and the checksums of all files."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    temporary = out.with_name(f".{out.name}.{owner()}")
     try:
         with h5py.File(temporary, "w", libver="latest") as h5:
             for name, pieces in _datasets(files).items():

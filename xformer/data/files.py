@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import time
@@ -26,6 +27,7 @@ PACKAGE = Path(__file__).parents[1]  # contains micro/, the encoders that come w
 # `atomic_directory` renames an old directory to .NAME.PID.old.partial before a new one takes its
 # place, and to .NAME.PID.deleted.partial before it deletes it.
 ASIDE, DELETED = ".old.partial", ".deleted.partial"
+HOST = re.sub(r"\W", "-", platform.node())
 PATIENCE = 1.0  # seconds to wait for the two renames of a replacement
 RUN_MANIFEST = "run_manifest.json"  # the checksums of a finished run's results
 # what a run writes into its directory; the last file marks it as a run's, and only earlier versions
@@ -180,7 +182,7 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
         path.write_bytes(content)
         return
     path = Path(os.path.realpath(path))  # write through a link, and keep the link
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{owner()}")
     try:
         try:
             temporary.write_bytes(content)
@@ -269,10 +271,10 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
         path = Path(os.path.realpath(path))
     refuse_existing(path, overwrite)
     make_directory(path.absolute().parent)
-    for stale, process in _leftovers(path):
-        if not alive(process):
+    for stale, gone in _leftovers(path):
+        if gone:
             shutil.rmtree(stale, ignore_errors=True)
-    temporary = path.parent / f".{path.name}.{os.getpid()}.partial"
+    temporary = path.parent / f".{path.name}.{owner()}.partial"
     shutil.rmtree(temporary, ignore_errors=True)
     make_directory(temporary)
     try:
@@ -292,7 +294,7 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
 
 def _replace(new: Path, path: Path, overwrite: bool) -> None:
     """Rename `new` to `path`. An old directory is moved aside first, and deleted at the end."""
-    aside = path.parent / f".{path.name}.{os.getpid()}{ASIDE}"
+    aside = path.parent / f".{path.name}.{owner()}{ASIDE}"
     try:
         while True:
             try:
@@ -313,7 +315,7 @@ def _replace(new: Path, path: Path, overwrite: bool) -> None:
     sync(path.absolute().parent)
     if aside.exists():
         # `put_back` must not restore a half-deleted directory, so rename it before deleting it.
-        deleted = path.parent / f".{path.name}.{os.getpid()}{DELETED}"
+        deleted = path.parent / f".{path.name}.{owner()}{DELETED}"
         shutil.rmtree(deleted, ignore_errors=True)
         shutil.rmtree(aside.rename(deleted))
 
@@ -324,15 +326,22 @@ def half_replaced(path: Path) -> bool:
     return not path.exists() and _moved_aside(path) is not None
 
 
-def _leftovers(path: Path) -> Iterator[tuple[Path, int]]:
-    """The temporary siblings of a directory, each with the process id of its maker."""
+def owner() -> str:
+    """This process, for the names of temporary files. Hosts that share a disk may have processes
+    of the same number."""
+    return f"{HOST}-{os.getpid()}"
+
+
+def _leftovers(path: Path) -> Iterator[tuple[Path, bool]]:
+    """The temporary siblings of a directory, and whether their maker is known to be gone. Nothing
+    is known of the processes of other hosts."""
     # the pattern excludes the siblings of a directory with a similar name, such as x.2 beside x
     name = re.compile(
-        rf"\.{re.escape(path.name)}\.(\d+)(?:{re.escape(ASIDE)}|{re.escape(DELETED)}|\.partial)"
+        rf"\.{re.escape(path.name)}\.(?:([^.]*)-)?(\d+)(?:{re.escape(ASIDE)}|{re.escape(DELETED)}|\.partial)"
     )
     for sibling in path.parent.glob(".*.partial"):
         if match := name.fullmatch(sibling.name):
-            yield sibling, int(match[1])
+            yield sibling, match[1] in (None, HOST) and not alive(int(match[2]))
 
 
 def _moved_aside(path: Path) -> Path | None:

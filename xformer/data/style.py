@@ -12,14 +12,13 @@ Draw and write a figure inside the `with`, because matplotlib looks up C0 only w
 from __future__ import annotations
 
 import io
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xformer.data.files import sync
+from xformer.data.files import owner, sync
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,7 +81,7 @@ def write(figure: Figure, path: str | Path) -> None:
     ending = path.suffix[1:].lower()
     dates = {"svg": "Date", "pdf": "CreationDate"}
     options: Any = {kind: {"metadata": {date: None}} for kind, date in dates.items()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{owner()}")
     try:
         figure.savefig(temporary, format=ending, **options.get(ending, {"dpi": 160}))
         sync(temporary)

@@ -21,7 +21,7 @@ from xformer import provenance
 from xformer.config import toml_text
 from xformer.data.display import Progress, duration, say
 from xformer.data.errors import BadInput, Interrupted, lacks
-from xformer.data.files import alive
+from xformer.data.files import HOST, alive, owner
 from xformer.monitor import events
 from xformer.run import in_use
 from xformer.study.costs import Costs
@@ -541,7 +541,7 @@ def set_up(job: Job) -> None:
 
 def discard(job: Job) -> None:
     """Delete what a job has made."""
-    aside = job.path.with_name(f".{job.path.name}.{os.getpid()}.partial")
+    aside = job.path.with_name(f".{job.path.name}.{owner()}.partial")
     job.path.rename(aside)
     _delete(aside)
 
@@ -566,8 +566,8 @@ def apart(job: Job) -> Job:
     ):
         return job
     own = _place(job)
-    for place in own.parent.glob(own.name.replace(f".{os.getpid()}.", ".*.")):
-        if place == own or not alive(int(place.name.rsplit(".", 2)[1])):  # left by a killed study
+    for place in own.parent.glob(f".{job.path.name}.{HOST}-*.making"):
+        if place == own or not alive(int(place.stem.rpartition("-")[2])):  # left by a killed study
             _delete(place)
     if job.stage:
         own.mkdir()
@@ -587,7 +587,7 @@ def settle(job: Job, good: bool) -> None:
 
 
 def _place(job: Job) -> Path:
-    return job.path.with_name(f".{job.path.name}.{os.getpid()}.making")
+    return job.path.with_name(f".{job.path.name}.{owner()}.making")
 
 
 def run_plan(

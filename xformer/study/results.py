@@ -565,19 +565,26 @@ class Ledger:
         """Unpack each file whose job is not here into that job's directory, atomically."""
         for key in self.results:
             job = self.plan.jobs[key]
-            path = self._file(job)
-            assert path is not None
-            if job.path.is_dir():
-                job.path.rmdir()  # it is empty
-            with atomic_directory(job.path) as directory:
-                for name, content in _read_zip(path).items():
-                    make_directory((directory / name).parent)
-                    (directory / name).write_bytes(content)
-                if job.recipe is None:
-                    (directory / UNPACKED).touch()
-                    proof = directory / job.proof.relative_to(job.path)
-                    if (ended := directory / ENDED).is_file():
-                        os.utime(proof, (float(ended.read_text()),) * 2)
+            try:
+                self._unpack(job)
+            except (BadInput, OSError):
+                if not _holds_anything(job.path):  # else another study has been faster
+                    raise
+
+    def _unpack(self, job: Job) -> None:
+        path = self._file(job)
+        assert path is not None
+        if job.path.is_dir():
+            job.path.rmdir()  # it is empty
+        with atomic_directory(job.path) as directory:
+            for name, content in _read_zip(path).items():
+                make_directory((directory / name).parent)
+                (directory / name).write_bytes(content)
+            if job.recipe is None:
+                (directory / UNPACKED).touch()
+                proof = directory / job.proof.relative_to(job.path)
+                if (ended := directory / ENDED).is_file():
+                    os.utime(proof, (float(ended.read_text()),) * 2)
 
     def keep(self, job: Job, again: bool) -> str:
         """Write the file of a finished job, unless there is one. Returns a line for a run that was
