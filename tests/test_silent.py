@@ -148,7 +148,7 @@ def test_the_loss_of_masked_tokens_names_their_share(
     head = checkpoints.load(learned["text"]).head
     assert head is not None
     share = f"{100 * head.masking:.3g} % of all tokens"
-    words = f"validation masks {share}: its loss compares only with others of this share"
+    words = f"{share} are masked: this loss compares only with others of this share"
     assert words in good(forks.run("evaluate.py", *line)).err
     line = [str(learned["text"]), f"data={data.classes}", "split=test"]
     words = "classes has labels; this checkpoint predicts masked tokens alone"

@@ -562,8 +562,8 @@ def test_a_claim_about_a_loss_is_pointed_out(file: Path, tmp_path: Path) -> None
     )
     (line,) = plan.remarks()
     assert line == (
-        "in the claim 'pre-training helps at every rate' lower numbers are better; its side "
-        "`better` (start=pretrained) is the one with the higher numbers"
+        "in the claim 'pre-training helps at every rate' lower numbers are better. The claim holds "
+        "if its side `better` (start=pretrained) has the higher numbers"
     )
 
 
@@ -1339,7 +1339,9 @@ def test_results_survive_the_directory_of_runs(file: Path, data: Path, tmp_path:
     ledger.unpack()
     assert not run.done
     shutil.rmtree(run.path)
-    Ledger(kept, again).unpack()
+    both = Ledger(kept, again), Ledger(kept, again)  # of two studies that begin at once
+    both[0].unpack()
+    both[1].unpack()
     assert report() == before
     assert all(run.done and not run.whole for run in again.runs("finetune"))
     assert not to_do(again.jobs.values(), again.wanted)

@@ -17,7 +17,8 @@ WIDTH, EDGE, ROW = 420, 30, 44  # pixels: the picture, its margin on both sides,
 OURS, THEIRS = "#0072B2", "#D55E00"  # the first colours of the style
 LEGEND = (
     "Each dot is the difference of one seed. The diamond is their mean, and the bar is the 95 % "
-    "interval of the mean. The solid line marks 0, and dashed lines the margin."
+    "interval of the mean (from three seeds on). The solid line marks 0, and dashed lines the "
+    "margin."
 )
 LEGEND_THEIRS = " Orange triangles mark the published difference."
 

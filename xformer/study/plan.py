@@ -229,8 +229,8 @@ class Plan:
             if not claim.tie and LOWER in self._directions_of(claim):
                 higher = ", ".join(f"{f}={level}" for f, level in claim.better.items())
                 lines.append(
-                    f"in the claim {claim.text!r} lower numbers are better; its side `better` "
-                    f"({higher}) is the one with the higher numbers"
+                    f"in the claim {claim.text!r} lower numbers are better. The claim holds if "
+                    f"its side `better` ({higher}) has the higher numbers"
                 )
         return [*lines, *doubts(self.study), *self._mixed()]
 

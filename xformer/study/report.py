@@ -497,9 +497,12 @@ def _variances(results: Results, table: ScoreTable, shares: Shares) -> Iterator[
     about = (
         "The standard deviation of one run's score; then of each source its share of the variance "
         "and, in brackets, the standard deviation that it causes by itself. A dash means that the "
-        "predictions cannot be resampled. Each seed is drawn anew for every seed to its left. With "
-        "few seeds these shares are rough."
+        "predictions cannot be resampled. The part of the test examples is what resampling them "
+        "changes in all runs alike. "
     )
+    if len(factors) > 1:
+        about += "A seed is drawn anew for every seed to its left. "
+    about += "With few seeds these shares are rough."
     grid = _grid(("cell", "standard deviation", *headers), rows)
     yield Section(f"Where the variance comes from: {table.title}", about, grid=grid)
 
@@ -654,8 +657,8 @@ def _legend(results: Results, table: ScoreTable) -> str:
     if table.show != "deviation":
         text += f". Of two {many} a cell has the mean and both scores"
     if table.chance:
-        text += ". At chance: not above the chance level, which an accuracy must exceed by more "
-        text += "than 1.64 standard errors of its test examples, if its predictions are kept"
+        text += ". At chance: the score is not above that of guessing. If predictions are kept, an "
+        text += "accuracy must be above it by more than 1.64 standard errors of the test examples"
     return f"{text}."
 
 
