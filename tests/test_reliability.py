@@ -5,13 +5,11 @@ and repeating it.
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,11 +25,9 @@ from xformer import checkpoint as checkpoints
 from xformer import provenance
 from xformer.data.errors import Failure
 from xformer.data.files import RUN_MANIFEST, read_json, write_json
-from xformer.data.store import open_store
 from xformer.monitor import cut_log, records
 from xformer.ops import native
 from xformer.parallel import processes, watch
-from xformer.study import pool
 from xformer.writer import BackgroundWriter
 
 STEPS = [
@@ -447,9 +443,9 @@ def test_ranks_that_read_other_data_are_refused(forks: Forks, data: Toys, tmp_pa
     line = training("pretrain/smoke", "store", run, *STEPS)
     apart = f"import os; os.chdir(os.path.join({str(tmp_path)!r}, os.environ['RANK']))"
     done = forks.run(*line, ranks=2, before=apart)
-    keys = [open_store(store).key[:12] for store in (data.text, data.pairs)]
-    words = f"the ranks differ in the content of data: {keys[0]} on rank 0, {keys[1]} on rank 1"
-    refused(done, words)
+    refused(
+        done, "the ranks differ in the content of data: ", " on rank 0, ", " on rank 1; use the"
+    )
     assert not run.exists()
 
 
@@ -460,14 +456,19 @@ def test_a_restart_by_torchrun_does_not_overwrite_again(
     run = tmp_path / "run"
     line = training(SMOKE, data.text, run, *STEPS, "train.checkpoint_every=2", "overwrite=true")
     good(forks.run(*line))
-    again = "import os; os.environ['TORCHELASTIC_RESTART_COUNT'] = '1'\n"
+    agent = "import os; os.environ['TORCHELASTIC_RESTART_COUNT'] = '0'; os.getppid = lambda: {}\n"
+    again = agent.format(1234)  # the process number of torchrun
     stop = AT_STEP.format(step=4, signal="SIGTERM", ranks="0")
-    stopped = forks.run(*line, before=again + stop)  # the run there is finished: it is an old one
+    stopped = forks.run(*line, before=again + stop)  # the run there is an old one
     assert stopped.err.splitlines()[-1] == (
         f"stopped at step 5; the same command without overwrite=true continues {run}"
     )
     done = good(forks.run(*line, before=again))
     assert done.err.startswith(f"continuing {run} from step 5\n")
+    assert "is finished" in good(forks.run(*line, before=again)).err
+    done = good(forks.run(*line, before=agent.format(4321)))  # another torchrun starts anew
+    assert "continuing" not in done.err
+    assert "is finished" not in done.err
 
 
 def test_a_store_with_another_metric_is_noticed(forks: Forks, data: Toys, tmp_path: Path) -> None:
@@ -482,9 +483,11 @@ def test_a_store_with_another_metric_is_noticed(forks: Forks, data: Toys, tmp_pa
     good(forks.run(*raw, "--metric", "f1", "--overwrite"))
     refused(
         forks.run(*line),
-        "selects checkpoints by accuracy, the store's metric then, which is now f1",
-        "give train.metric=accuracy",
+        "selects its checkpoints by accuracy, but the metric of the store is now f1; give another ",
+        "run=, or make the store again with --metric accuracy",
     )
+    good(forks.run(*raw, "--metric", "accuracy", "--overwrite"))
+    good(forks.run(*line))
 
 
 def test_changed_steps_of_an_unfinished_run_are_said(
@@ -553,19 +556,22 @@ def test_where_git_is_absent_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert _revision() == "git is not installed"
 
 
-def test_jobs_of_a_study_record_the_code_that_the_study_loaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Their server remembers the revision, also if the checkout changes while the study runs."""
-    assert "xformer.study.loaded" in pool.PRELOADED
-    for function in (provenance.revision, provenance.diff):
-        function.cache_clear()
-    monkeypatch.delitem(sys.modules, "xformer.study.loaded", raising=False)
-    importlib.import_module("xformer.study.loaded")
-    before = provenance.revision()
-    monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    assert provenance.revision() == before != _revision()
-    assert provenance.diff.cache_info().currsize == 1
+def test_jobs_of_a_study_record_the_code_that_the_study_loaded(tmp_path: Path) -> None:
+    """Their server remembers the revision, so that the checkout may change while a study runs."""
+    out = tmp_path / "out"
+    code = (
+        "import os\n"
+        "from multiprocessing import get_context\n"
+        "from xformer.study import pool\n"
+        "pool._start_server(dict(os.environ))\n"
+        "job = 'from xformer import provenance as p\\n'\n"
+        f"job += \"open({str(out)!r}, 'w').write(str(p.revision.cache_info().currsize))\"\n"
+        "process = get_context('forkserver').Process(target=exec, args=(job,))\n"
+        "process.start()\n"
+        "process.join()\n"
+    )
+    good(command("-c", code))
+    assert out.read_text() == "1"
 
 
 def test_a_log_that_was_cut_is_read_to_its_last_whole_line(tmp_path: Path) -> None:

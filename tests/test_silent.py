@@ -133,7 +133,10 @@ def test_rows_of_the_training_split_in_another_store(
     assert note.startswith(f"note: {count} of the {rows.rows} texts of valid")
     good(forks.run(*line, f"data={data.classes}", "split=test"))
     (note,) = json.loads(out.read_text())["notes"]
-    assert f"the training split of {tmp_path / 'store'}, of which it saw a share of 0.5, so" in note
+    assert (
+        f"the training split of {tmp_path / 'store'}, of which the run saw a share of 0.5, so"
+        in note
+    )
 
 
 def _ids(store: Path, split: str) -> list[list[int]]:
@@ -148,7 +151,7 @@ def test_the_loss_of_masked_tokens_names_their_share(
     head = checkpoints.load(learned["text"]).head
     assert head is not None
     share = f"{100 * head.masking:.3g} % of all tokens"
-    words = f"{share} are masked: this loss compares only with others of this share"
+    words = f"{share} are masked: compare this loss only with losses at the same share"
     assert words in good(forks.run("evaluate.py", *line)).err
     line = [str(learned["text"]), f"data={data.classes}", "split=test"]
     words = "classes has labels; this checkpoint predicts masked tokens alone"
@@ -254,7 +257,7 @@ def test_lines_of_conll_that_are_no_words(  # type: ignore[no-untyped-def]
         "1 label, such as 'Tag' in the sentence at line 1, is not O, B-X or I-X, so entities "
         "cannot be scored",
     ]
-    commented = ["# id s1", *good_lines[:4], "# id s2", *good_lines[4:], "# O"]
+    commented = ["# = s1", *good_lines[:4], "# id s2", *good_lines[4:], "", "# O"]
     assert said(*commented) == []
     note = f"note: {tmp_path / 'train.txt'}: lines that begin with '# ' before a sentence are "
     assert note in told[-1]
@@ -292,7 +295,7 @@ def test_scores_that_are_read_as_classes(  # type: ignore[no-untyped-def]
     with pytest.raises(BadInput, match=r"no column 'doc.txt'; it has .* did you mean 'doc.text'"):
         preprocess("task", "tsv", *line, "--text", "doc.txt", "--label", "y.n")
     file.write_text("\n".join(json.dumps({"text": "a", "y": "1,98"}) for _ in range(80)))
-    with pytest.raises(BadInput, match="the score '1,98' has a comma; write a point"):
+    with pytest.raises(BadInput, match="the score '1,98' has a comma; write a decimal point"):
         preprocess("task", "tsv", *line, "--text", "text", "--label", "y", "--kind", "score")
 
 

@@ -2662,18 +2662,24 @@ def test_legends_show_names_that_begin_with_an_underscore() -> None:
 
 @pytest.mark.slow
 def test_half_of_an_output_is_not_a_result(tmp_path: Path) -> None:
-    """Of a command that is not ours: it fails, or a pause or SIGKILL ends it."""
-    (tmp_path / "make.py").write_text(
-        "import os, pathlib, sys, time\n"
-        "out = pathlib.Path(sys.argv[1])\n"
+    """Of a command that is not ours: it fails, or a pause or SIGKILL ends it. Its child goes on."""
+    how = tmp_path / "how"
+    (tmp_path / "child.py").write_text(
+        "import pathlib, sys, time\n"
+        "out, how = map(pathlib.Path, sys.argv[1:])\n"
         "out.mkdir()\n"
         "(out / 'a').touch()\n"
-        f"how = pathlib.Path({str(tmp_path / 'how')!r})\n"
         "if how.read_text() == 'fail':\n"
         "    sys.exit('no space left')\n"
         "while how.read_text() == 'wait':\n"
-        "    time.sleep(0.05)\n"
+        "    (out / 'growing').write_text(str(time.time()))\n"
+        "(out / 'growing').unlink(missing_ok=True)\n"
         "(out / 'b').touch()\n"
+    )
+    (tmp_path / "make.py").write_text(
+        "import subprocess, sys\n"
+        f"line = [sys.executable, {str(tmp_path / 'child.py')!r}, sys.argv[1], {str(how)!r}]\n"
+        "sys.exit(subprocess.run(line).returncode)\n"
     )
     (tmp_path / "count.py").write_text(
         "import json, pathlib, sys\n"
@@ -2693,19 +2699,31 @@ def test_half_of_an_output_is_not_a_result(tmp_path: Path) -> None:
     def made() -> list[str]:
         return sorted(path.name.partition("-")[0] for path in output.glob("made/*"))
 
-    (tmp_path / "how").write_text("fail")
+    def begun(study: Any) -> bool:
+        assert study.poll() is None
+        time.sleep(0.05)
+        return any(output.glob("made/.raw-*.making/*/a"))
+
+    how.write_text("fail")
     done = command(*line, cwd=tmp_path)
     assert done.status == 1
     assert "no space left" in done.err
     assert made() == ["raw"]  # its log alone
-    (tmp_path / "how").write_text("wait")
+    how.write_text("wait")
     study = start(*line, cwd=tmp_path)
-    while not any(output.glob("made/.raw-*.making/a")):
-        assert study.poll() is None
-        time.sleep(0.05)
+    while not begun(study):
+        pass
+    (output / "PAUSE").touch()
+    assert study.stderr is not None
+    while "paused" not in (said := study.stderr.readline()):
+        assert said
+    assert made() == ["raw"]
+    (output / "PAUSE").unlink()
+    while not begun(study):
+        pass
     study.kill()
     study.communicate()
-    (tmp_path / "how").write_text("go")
+    how.write_text("go")  # also for the children that are left
     good(command(*line, cwd=tmp_path))
     assert made() == ["raw", "raw"]
     (result,) = output.glob("runs/*/result.json")

@@ -406,22 +406,23 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
 
 def _trained_on(name: str, store: Store, split: Split) -> list[str]:
     """A note for each labelled store whose training split has texts of this split, if the run or
-    one that it started from was trained on that store: it may divide the same file differently.
-    Stores that are gone are left out."""
+    one that it started from was trained on that store. That store may divide the same file
+    differently. What is gone, closed or damaged is left out."""
     rows, notes = list(_texts(split)), []
-    for training in _trainings(name):
-        of_run = training.store
-        if of_run is None or of_run.key == store.key or of_run.fingerprint != store.fingerprint:
-            continue
-        if TASKS[training.config["head"]].predicts_masked:  # it saw no labels
-            continue
-        known = set(rows) & set(_texts(of_run.split("train")))
-        if count := sum(row in known for row in rows):
-            texts = f"{count:,} of the {len(rows):,} texts of {split.name}"
-            share = training.config.get("fraction", 1)
-            read = f", of which it saw a share of {share:g}" if share != 1 else ""
-            where = f"are in the training split of {of_run.name}{read}"
-            notes.append(f"note: {texts} {where}, so these scores may be too high")
+    with suppress(BadInput, OSError, LookupError):
+        for training in _trainings(name):
+            of_run, config = training.store, training.config
+            if of_run is None or of_run.key == store.key or of_run.fingerprint != store.fingerprint:
+                continue
+            if TASKS[config["head"]].predicts_masked:  # it saw no labels
+                continue
+            known = set(rows) & set(_texts(of_run.split("train")))
+            if count := sum(row in known for row in rows):
+                texts = f"{count:,} of the {len(rows):,} texts of {split.name}"
+                share = config.get("fraction", 1)
+                read = f", of which the run saw a share of {share:g}" if share != 1 else ""
+                where = f"are in the training split of {of_run.name}{read}"
+                notes.append(f"note: {texts} {where}, so these scores may be too high")
     return notes
 
 
@@ -429,13 +430,12 @@ def _trainings(name: str) -> Iterator[Training]:
     """What is recorded of the run of a checkpoint, then of the run that it started from, and so
     on."""
     known, start = set[Path](), name
-    with suppress(BadInput):  # a damaged file of a run; the checkpoint itself is good
-        while start and (path := checkpoints.resolve(start)) not in known:
-            known.add(path)
-            if (training := training_of(path)) is None:
-                return
-            yield training
-            start = training.config.get("init") or ""
+    while start and (path := checkpoints.resolve(start)) not in known:
+        known.add(path)
+        if (training := training_of(path)) is None:
+            return
+        yield training
+        start = training.config.get("init") or ""
 
 
 def _texts(split: Split) -> Iterator[tuple[bytes, ...]]:

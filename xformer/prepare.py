@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +21,7 @@ from xformer.config import flat
 from xformer.data import mapping
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput, typed
-from xformer.data.files import is_run, read_run_json
+from xformer.data.files import HOST, is_run, read_json, read_run_json
 from xformer.data.joined import Joined, open_stores
 from xformer.data.mixture import Mixture
 from xformer.data.sampler import Samples
@@ -28,7 +31,7 @@ from xformer.model.config import DROPOUT, ModelConfig
 from xformer.parallel.precision import fast_on, reason_for_bf16
 from xformer.parallel.processes import Ranks
 from xformer.recipe import UNUSED, Recipe
-from xformer.run import Run, is_finished
+from xformer.run import Run
 from xformer.scoring import check_kind
 from xformer.setup import Setup, planned_samples
 from xformer.surgery import registry
@@ -505,16 +508,19 @@ def open_run(setup: Setup) -> Run:
     """The run of a setup. Rank 0 has opened its directory. Raises BadInput as `Run.open` does, and
     if the ranks differ in their versions, data or initial weights."""
     config, identity = setup.recipe.model_dump(mode="json"), setup.identity
-    read = {f"the content of {name}": str(identity[name])[:12] for name in ("data", "init")}
+    read = {
+        f"the content of {name}": sha256(repr(identity[name]).encode()).hexdigest()[:9]
+        for name in ("data", "init", "surgery")
+    }
     provenance.refuse_unlike_ranks(setup.ranks, read)
     environment = setup.ranks.on_rank_zero(partial(provenance.environment, setup.ranks))
     environment["compile"] = setup.compiling
     content = {"config": config, "identity": identity, "environment": environment}
     content["metric"] = setup.metric
     run = Run(Path(setup.recipe.run))
-    # torchrun --max-restarts continues what its first attempt has begun
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and not is_finished(run.path)
-    overwrite = setup.recipe.overwrite and not again
+    if "TORCHELASTIC_RESTART_COUNT" in os.environ:
+        content["torchrun"] = f"{HOST}-{os.getppid()}"
+    overwrite = setup.recipe.overwrite and not _is_restart(run.path, content)
 
     def open_here() -> None:
         if overwrite or not (run.path / "config.json").exists():
@@ -523,3 +529,11 @@ def open_run(setup: Setup) -> Run:
 
     setup.ranks.on_rank_zero(open_here)
     return run
+
+
+def _is_restart(path: Path, content: dict[str, Any]) -> bool:
+    """Whether this torchrun has begun the run, and now restarts it."""
+    with suppress(BadInput, AttributeError, OSError):
+        earlier = read_json(path / "config.json").get("torchrun")
+        return earlier is not None and earlier == content.get("torchrun")
+    return False

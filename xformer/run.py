@@ -342,8 +342,8 @@ def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any])
     metric, now = old.get("metric"), new.get("metric")
     if metric and metric != now:
         raise BadInput(
-            f"run={path} selects checkpoints by {metric}, the store's metric then, which is now "
-            f"{now}; give train.metric={metric}, or another run="
+            f"run={path} selects its checkpoints by {metric}, but the metric of the store is now "
+            f"{now}; give another run=, or make the store again with --metric {metric}"
         )
     if changed and kept_only_weights(path):
         raise BadInput(

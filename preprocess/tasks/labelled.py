@@ -285,7 +285,8 @@ def _fault(task: TaskSource, row: Row) -> str | None:
         if abs(_number(row.label)) <= LARGEST_SCORE:  # false for NaN too
             return None
         if "," in row.label and not math.isnan(_number(row.label.replace(",", ".", 1))):
-            return f"the score {row.label!r} has a comma; write a point"
+            line = f"the score {row.label!r} has a comma; write a decimal point"
+            return f"{line}, and no separators of thousands"
         return f"the score {row.label!r} is not a number of at most 3.4e38"
     for label in _classes(task, row.label):
         if task.labels and label not in task.labels:

@@ -135,8 +135,8 @@ def read_conll(arguments: argparse.Namespace) -> TaskSource:
 def _doubted(
     path: Path, read: Iterator[tuple[int, list[str], list[str]]]
 ) -> Iterator[tuple[int, list[str], list[str]]]:
-    """The same sentences. At the end, a note names lines that may be no words: a header, comments,
-    and labels of another form than the rest."""
+    """The same sentences. At the end, warnings name lines that may not be words: a header,
+    comments, and labels of another form than the rest."""
     labels: Counter[str] = Counter()
     odd: dict[str, int] = {}  # labels that are not O, B-X or I-X, with their first sentence
     header, comments = "", []
@@ -183,7 +183,9 @@ def columns_of(path: Path, split: str, word: int, label: int | None) -> ConllCol
     every = chain([top], lines)
     first = next((line for line in every if "\t" in line or not line.startswith("#")), "")
     tabs = "\t" in first
-    comments = not tabs and top.split()[:1] == ["#"]
+    # a line of another width, or with "=", is not a word with its label
+    is_word = "=" not in top and len(top.split()) == len(first.split())
+    comments = not tabs and top.split()[:1] == ["#"] and not is_word
     if comments:
         say(f"note: {path}: lines that begin with '# ' before a sentence are comments", error=True)
     columns = ConllColumns(tabs, 0, word - 1, None, comments)

@@ -24,8 +24,8 @@ from xformer.data.errors import OF_THE_DISK, BadInput, Failure, typed
 BLOCK = 64 * 2**20  # bytes that one checksum covers
 PIECE = 8 * 2**20  # bytes that are read at a time
 PACKAGE = Path(__file__).parents[1]  # contains micro/, the encoders that come with the package
-# `atomic_directory` renames an old directory to .NAME.PID.old.partial before a new one takes its
-# place, and to .NAME.PID.deleted.partial before it deletes it.
+# `atomic_directory` renames an old directory to .NAME.HOST-PID.old.partial before a new one takes
+# its place, and to .NAME.HOST-PID.deleted.partial before it deletes it.
 ASIDE, DELETED = ".old.partial", ".deleted.partial"
 HOST = re.sub(r"\W", "-", platform.node())
 PATIENCE = 1.0  # seconds to wait for the two renames of a replacement
@@ -263,9 +263,9 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
 
     Yields an empty temporary sibling of `path`, and on success syncs it and renames it to `path`.
     With `overwrite` an old directory is not changed until the new one is complete and on the disk.
-    On any error the sibling is removed and `path` is not changed. Leftovers of killed processes are
-    removed first. If a process is killed during the replacement, `put_back` undoes it later. Raises
-    BadInput as `refuse_existing` does, and Failure if the disk is full.
+    On any error the sibling is removed and `path` is not changed. Leftovers of this host's killed
+    processes are removed first. If a process is killed during the replacement, `put_back` undoes it
+    later. Raises BadInput as `refuse_existing` does, and Failure if the disk is full.
     """
     if path.is_symlink():  # keep the link, and replace the directory that it points to
         path = Path(os.path.realpath(path))

@@ -621,7 +621,8 @@ def _files(directory: Path) -> Iterator[Path]:
 class Digests:
     """SHA-256 of files and directories, cached by path, size and ctime.
 
-    Files from an archive often share one time of modification. Nothing but a change sets the ctime.
+    Files from an archive often share one time of modification. Every change sets the ctime, and no
+    program can set it back.
     """
 
     def __init__(self, path: Path):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import runpy
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -322,6 +325,7 @@ class _Running:
     job: Job
     handle: Handle
     slots: Sequence[int]
+    place: Path | None = None  # see `apart`
     started: float = field(default_factory=time.monotonic)
     asked: bool = False
 
@@ -370,7 +374,7 @@ def run_jobs(
         queue.stop()
         for running in queue.running.values():
             running.handle.join()
-            settle(running.job, running.handle.exitcode == 0)
+            settle(running.job, running.place, running.handle.exitcode)
     return queue.outcomes
 
 
@@ -431,7 +435,9 @@ class _Queue:
             free = [slot for slot in free if slot not in slots]
             log_of(job).parent.mkdir(parents=True, exist_ok=True)
             self.set_up(job)
-            self.running[job.key] = _Running(job, self.executor.start(apart(job), slots), slots)
+            started, place = apart(job)
+            handle = self.executor.start(started, slots)
+            self.running[job.key] = _Running(job, handle, slots, place)
             self.waiting.remove(job)
 
     def collect(self) -> list[Job]:
@@ -444,7 +450,7 @@ class _Queue:
                 continue
             del self.running[key]
             job, seconds = running.job, time.monotonic() - running.started
-            settle(job, status == 0)
+            settle(job, running.place, status)
             if self._made(job) and (why := self.stale(job)):
                 discard(job)
                 self.outcomes[key] = Outcome(job, "failed", seconds, why)
@@ -554,40 +560,42 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def apart(job: Job) -> Job:
-    """The job as it is started. A foreign command, such as `unzip`, may leave half of its output if
-    it fails or is killed. So it writes to a place of its own, from which `settle` moves the output.
-    Our own commands write an output that is complete or absent."""
+def apart(job: Job) -> tuple[Job, Path | None]:
+    """The job as it is started, and its place.
+
+    A foreign command may leave half of its output if it fails or is stopped. So it writes into a
+    directory of its own, from which `settle` moves the output. Our own commands write an output
+    that is complete or absent; they and runs have no such place.
+    """
     first, *rest = job.command
-    if (
-        job.recipe is not None
-        or first in SCRIPTS
-        or (first == "-m" and rest[0].startswith("xformer"))
-    ):
-        return job
-    own = _place(job)
-    for place in own.parent.glob(f".{job.path.name}.{HOST}-*.making"):
-        if place == own or not alive(int(place.stem.rpartition("-")[2])):  # left by a killed study
-            _delete(place)
+    ours = first in SCRIPTS or (first == "-m" and rest[0].split(".")[0] == "xformer")
+    if job.recipe is not None or ours:
+        return job, None
+    name = f".{job.path.name}.{owner()}-"
+    for old in job.path.parent.glob(f".{glob.escape(job.path.name)}.*.making"):
+        left = re.fullmatch(rf"\.{re.escape(job.path.name)}\.{HOST}-(\d+)-\w+\.making", old.name)
+        if left and not alive(int(left[1])):  # by a study that was killed
+            shutil.rmtree(old, ignore_errors=True)
+    place = Path(tempfile.mkdtemp(".making", name, job.path.parent))
+    out = place / job.path.name
     if job.stage:
-        own.mkdir()
-    command = tuple(part.replace(str(job.path), str(own)) for part in job.command)
-    return replace(job, command=command)
+        out.mkdir()
+    command = tuple(part.replace(str(job.path), str(out)) for part in job.command)
+    return replace(job, command=command), place
 
 
-def settle(job: Job, good: bool) -> None:
-    """Move the output of a command that `apart` gave a place of its own to the job's path if the
-    command has ended well, and no other study has made it meanwhile. Else delete it."""
-    place = _place(job)
-    if place.exists() and good and not job.whole:
+def settle(job: Job, place: Path | None, status: int | None) -> None:
+    """Move the output of a command from its place to the job's path if the command has ended well
+    and no other study has made it meanwhile, and delete the place. It stays if the command may
+    still run (`status` None). A child of a stopped command may still write there."""
+    if place is None or status is None:
+        return
+    out = place / job.path.name
+    if status == 0 and out.exists() and not job.whole:
         if job.path.exists():
             discard(job)
-        place.rename(job.path)
-    _delete(place)
-
-
-def _place(job: Job) -> Path:
-    return job.path.with_name(f".{job.path.name}.{owner()}.making")
+        out.rename(job.path)
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def run_plan(

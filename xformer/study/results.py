@@ -12,6 +12,7 @@ import statistics
 import zipfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import product
@@ -574,7 +575,7 @@ class Ledger:
     def _unpack(self, job: Job) -> None:
         path = self._file(job)
         assert path is not None
-        if job.path.is_dir():
+        with suppress(FileNotFoundError):
             job.path.rmdir()  # it is empty
         with atomic_directory(job.path) as directory:
             for name, content in _read_zip(path).items():

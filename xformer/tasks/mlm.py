@@ -107,7 +107,7 @@ class MLM(Task):
     @property
     def meaning(self) -> str:
         share = f"{100 * self.head.masking:.3g} % of all"
-        return f"{share} tokens are masked: this loss compares only with others of this share"
+        return f"{share} tokens are masked: compare this loss only with losses at the same share"
 
     def head_flops(self, config: ModelConfig, work: Workload) -> int:
         C, E, V = config.hidden, config.width, config.vocab_size
