@@ -845,9 +845,10 @@ command = ["-m", "xformer.surgery", "{made.hf}", "{out}", "keep_layers(first=2)"
 
 
 def job(tmp_path: Path, name: str, code: str, *waits: str, **more: Any) -> Job:
-    """A job that runs a line of Python, in which P is the file that proves its end."""
+    """A job that runs a line of Python, in which P is the file that proves its end, and D the
+    directory for other files. P lies elsewhere until the end."""
     path = tmp_path / name
-    code = f"from pathlib import Path; P = Path({str(path)!r}); {code}"
+    code = f"from pathlib import Path; P, D = Path({str(path)!r}), Path({str(tmp_path)!r}); {code}"
     return Job(name, name, path, path, ("-c", code), waits, **more)
 
 
@@ -945,8 +946,8 @@ def test_a_failed_job_has_a_reason(tmp_path: Path, log: str, status: int, words:
 
 
 def test_no_more_run_at_once_than_there_are_slots(tmp_path: Path) -> None:
-    code = "import time; P.with_suffix('.on').touch(); time.sleep(.3); n = len(list("
-    code += "P.parent.glob('*.on'))); P.write_text(str(n)); P.with_suffix('.on').unlink()"
+    code = "import time; on = D / f'{P.name}.on'; on.touch(); time.sleep(.3); n = len(list("
+    code += "D.glob('*.on'))); P.write_text(str(n)); on.unlink()"
     jobs = [job(tmp_path, f"w{i}", code) for i in range(6)]
     pool.run_jobs(jobs, pool.Local(2, 1), lambda _: None, lambda _: None, 0.01)
     counts = [int(w.proof.read_text()) for w in jobs]
@@ -955,7 +956,7 @@ def test_no_more_run_at_once_than_there_are_slots(tmp_path: Path) -> None:
 
 def test_an_interruption_stops_what_runs(tmp_path: Path) -> None:
     code = "import signal, sys, time; signal.signal(15, lambda *_: (P.touch(), sys.exit(0)));"
-    slow = job(tmp_path, "slow", f"{code} P.with_suffix('.on').touch(); time.sleep(60)")
+    slow = job(tmp_path, "slow", f"{code} (D / 'slow.on').touch(); time.sleep(60)")
 
     def stop(_: dict[str, pool.Outcome]) -> None:
         if slow.path.with_suffix(".on").exists():
@@ -969,23 +970,23 @@ def test_an_interruption_stops_what_runs(tmp_path: Path) -> None:
 INTERRUPTED = """
 import os, signal, sys, time
 def stop(*_):
-    (P.parent / "saved").touch()
+    (D / "saved").touch()
     sys.exit(143)
 signal.signal(signal.SIGTERM, stop)
-if (P.parent / "saved").exists():
+if (D / "saved").exists():
     P.touch()
 else:
     text = str(os.getppid())
-    (P.parent / "new").write_text(text)
-    (P.parent / "new").rename(P.parent / "begun")
+    (D / "new").write_text(text)
+    (D / "new").rename(D / "begun")
     time.sleep(120)
 """
 PLAIN = """
 import time
-if (P.parent / "on").exists():
+if (D / "on").exists():
     P.touch()
 else:
-    (P.parent / "on").touch()
+    (D / "on").touch()
     time.sleep(120)
 """
 

@@ -567,9 +567,10 @@ def apart(job: Job) -> tuple[Job, Path | None]:
     directory of its own, from which `settle` moves the output. Our own commands write an output
     that is complete or absent; they and runs have no such place.
     """
+    if job.recipe is not None:
+        return job, None
     first, *rest = job.command
-    ours = first in SCRIPTS or (first == "-m" and rest[0].split(".")[0] == "xformer")
-    if job.recipe is not None or ours:
+    if first in SCRIPTS or (first == "-m" and rest[0].split(".")[0] == "xformer"):
         return job, None
     name = f".{job.path.name}.{owner()}-"
     for old in job.path.parent.glob(f".{glob.escape(job.path.name)}.*.making"):
