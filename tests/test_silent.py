@@ -130,13 +130,10 @@ def test_rows_of_the_training_split_in_another_store(
     line = ["evaluate.py", str(run), f"out={out}"]
     good(forks.run(*line, f"data={tmp_path / 'store'}", "split=valid"))
     (note,) = json.loads(out.read_text())["notes"]
-    assert note.startswith(f"note: {count} of the {rows.rows} texts of valid")
+    assert note.startswith(f"{count} of the {rows.rows} texts of valid")
     good(forks.run(*line, f"data={data.classes}", "split=test"))
     (note,) = json.loads(out.read_text())["notes"]
-    assert (
-        f"the training split of {tmp_path / 'store'}, of which the run saw a share of 0.5, so"
-        in note
-    )
+    assert f"the training split of {tmp_path / 'store'} (the run read 0.5 of it), so these" in note
 
 
 def _ids(store: Path, split: str) -> list[list[int]]:

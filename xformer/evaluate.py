@@ -378,7 +378,7 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
         say(note, error=True)
     notes = [] if task.predicts_masked else _trained_on(name, store, assembler.split)
     if task.predicts_masked and store.kind != "text" and not task.head.pair_scale:
-        notes.append(f"note: {store.name} has labels; this checkpoint predicts masked tokens alone")
+        notes.append(f"{store.name} has labels; this checkpoint predicts masked tokens alone")
     try:
         if config.out:
             result = {
@@ -401,14 +401,15 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
         for metric, value in scores.metrics.items():
             say(f"{config.split} {metric} {value:.4f}")
     if scored:  # last, as the precision
-        say(*filter(None, [*notes, task.remark(scores.predictions), task.meaning]), error=True)
+        told = [f"note: {note}" for note in notes]
+        say(*filter(None, [*told, task.remark(scores.predictions), task.meaning]), error=True)
 
 
 def _trained_on(name: str, store: Store, split: Split) -> list[str]:
     """A note for each labelled store whose training split has texts of this split, if the run or
     one that it started from was trained on that store. That store may divide the same file
     differently. What is gone, closed or damaged is left out."""
-    rows, notes = list(_texts(split)), []
+    notes = []
     with suppress(BadInput, OSError, LookupError):
         for training in _trainings(name):
             of_run, config = training.store, training.config
@@ -416,13 +417,13 @@ def _trained_on(name: str, store: Store, split: Split) -> list[str]:
                 continue
             if TASKS[config["head"]].predicts_masked:  # it saw no labels
                 continue
-            known = set(rows) & set(_texts(of_run.split("train")))
-            if count := sum(row in known for row in rows):
-                texts = f"{count:,} of the {len(rows):,} texts of {split.name}"
+            seen = set(_texts(of_run.split("train")))
+            if count := sum(text in seen for text in _texts(split)):
+                texts = f"{count:,} of the {split.rows:,} texts of {split.name}"
                 share = config.get("fraction", 1)
-                read = f", of which the run saw a share of {share:g}" if share != 1 else ""
-                where = f"are in the training split of {of_run.name}{read}"
-                notes.append(f"note: {texts} {where}, so these scores may be too high")
+                part = f" (the run read {share:.4g} of it)" if share != 1 else ""
+                where = f"are in the training split of {of_run.name}{part}"
+                notes.append(f"{texts} {where}, so these scores may be too high")
     return notes
 
 

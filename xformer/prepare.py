@@ -519,7 +519,8 @@ def open_run(setup: Setup) -> Run:
     content["metric"] = setup.metric
     run = Run(Path(setup.recipe.run))
     if "TORCHELASTIC_RESTART_COUNT" in os.environ:
-        content["torchrun"] = f"{HOST}-{os.getppid()}"
+        agent = f"{HOST}-{os.getppid()}"  # as a digest: results may be published
+        content["torchrun"] = sha256(agent.encode()).hexdigest()[:16]
     overwrite = setup.recipe.overwrite and not _is_restart(run.path, content)
 
     def open_here() -> None:

@@ -426,7 +426,6 @@ def _say_odd_classes(task: TaskSource, survey: RowSurvey, labels: list[str]) -> 
                 "missing label, take these rows out",
                 error=True,
             )
-    groups = [same for same in spellings.values() if len(same) > 1]
     numbers = [_number(label) for label in labels]
     if len(labels) > 2 and all(map(math.isfinite, numbers)) and any(x % 1 for x in numbers):
         say(
@@ -434,6 +433,7 @@ def _say_odd_classes(task: TaskSource, survey: RowSurvey, labels: list[str]) -> 
             "give --kind score",
             error=True,
         )
+    groups = [same for same in spellings.values() if len(same) > 1]
     named = [
         " and ".join(f"{label!r} ({counts[label]:,} rows)" for label in same) for same in groups[:3]
     ]

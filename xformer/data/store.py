@@ -365,7 +365,7 @@ def _check_sums(path: Path) -> None:
 def _stamp(path: Path) -> tuple[int, ...]:
     """Numbers that change if a file is written or replaced; () if there is no file.
 
-    A copy can have the inode of a deleted file and its time of modification, but not its ctime.
+    A copy may have the inode and the time of modification of a deleted file, but never its ctime.
     """
     try:
         status = path.stat()

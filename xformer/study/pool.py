@@ -43,7 +43,7 @@ LATER = 300.0  # seconds after which it is estimated again in any case
 # when it forks, so nothing here may compute anything.
 PRELOADED = [
     __name__,
-    "xformer.study.loaded",
+    "xformer.study.loaded",  # asks git, and nothing else
     "xformer.train",
     "xformer.evaluate",
     "xformer.analysis.subcommand",
@@ -549,15 +549,10 @@ def discard(job: Job) -> None:
     """Delete what a job has made."""
     aside = job.path.with_name(f".{job.path.name}.{owner()}.partial")
     job.path.rename(aside)
-    _delete(aside)
-
-
-def _delete(path: Path) -> None:
-    """Delete a file or a directory, if it exists."""
-    if path.is_dir():
-        shutil.rmtree(path)
+    if aside.is_dir():
+        shutil.rmtree(aside)
     else:
-        path.unlink(missing_ok=True)
+        aside.unlink()
 
 
 def apart(job: Job) -> tuple[Job, Path | None]:
