@@ -426,6 +426,18 @@ def test_odd_classes(task, tmp_path: Path) -> None:  # type: ignore[no-untyped-d
     assert "differ only" not in told("a", "b")
 
 
+def test_a_header_that_is_read_as_a_row(task, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    def told(*lines: str) -> str:
+        rows = (f"bam w{i}\t{'yn'[i % 2]}\n" for i in range(60))
+        (tmp_path / "x.tsv").write_text("".join(lines) + "".join(rows))
+        line = ["--input", tmp_path / "x.tsv", "--no-header", "--text", "1", "--label", "2"]
+        return str(task("tsv", *line))
+
+    words = 'line 1 looks like a header (its label is "Label"), but with --no-header it is a row'
+    assert words in told("text\tLabel\n")
+    assert "looks like" not in told() + told("a text\tlabel\n")
+
+
 def test_files_named_after_splits(task, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     table, place = "text\tlabel\nbam\ty\ndan\tn\n", tmp_path / "tables"
     place.mkdir()

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from xformer.data.display import say
 from xformer.data.errors import BadInput
 
 from ..bad import BadRows
@@ -13,6 +14,7 @@ from . import splits
 from .labelled import CLASS_METRICS, SCORE_METRICS, Row, TaskSource, check_metric, input_files
 from .tables import ENDINGS, Form, RowTable, extension
 
+HEADERS = ("label", "labels", "class", "target", "category", "gold_label", "answer")
 DELIMITERS = {"tab": "\t", "comma": ",", "semicolon": ";", "space": " ", "\\t": "\t"}
 
 
@@ -139,9 +141,23 @@ def open_tables(
             for name in names if not labelled and split in unlabelled else with_label:
                 if name not in table.columns:
                     raise table.missing(name)
+            if arguments.no_header and labelled:
+                _warn_of_header(table, names[0], arguments.label)
             marks = splits.find(table, arguments.split_column, with_label, split, used)
             tables.append((table, labelled, marks))
     return tables
+
+
+def _warn_of_header(table: RowTable, text: str, label: str) -> None:
+    """Say so if the first row of a file that was called headerless names its columns."""
+    for _, (first, named) in table.rows([text, label], BadRows(skip=True)):
+        if (named or "").strip().lower() in HEADERS and " " not in (first or "").strip():
+            say(
+                f'warning: {table.path}: line 1 looks like a header (its label is "{named}"), but '
+                "with --no-header it is a row",
+                error=True,
+            )
+        return
 
 
 def keys_of(arguments: argparse.Namespace) -> list[str]:

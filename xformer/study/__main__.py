@@ -266,7 +266,8 @@ def _lacking(plan: Plan) -> list[str]:
     for name, need in plan.missing().items():
         absent = f"{plan.absent[name].absolute()} does not exist" if plan.paths[name] else ""
         parts = filter(None, (absent, need.about, typed(need.get)))
-        lines.append(f"{name}: {'; '.join(parts)}; then needs.{name}=PATH")
+        give = "then" if need.get else "give"
+        lines.append(f"{name}: {'; '.join(parts)}; {give} needs.{name}=PATH")
     return lines
 
 
