@@ -1,13 +1,17 @@
-"""How much attention goes to equal tokens: for each layer the head with the largest share.
+"""How much attention goes to equal tokens, or to neighbours: for each layer the head with the
+largest share.
 
     xformer analyze capture RUN/trajectory/step_1000 data=STORE what=attention out=F.h5
     python docs/partners.py F.h5 ...
+    python docs/partners.py offset=-1 F.h5 ...
 
 A share is the mean attention weight from a token to its partners, over all tokens that have one.
 
 - In a row of one text, which must be nested brackets (Chiang & Lee 2020, section 3), the partner is
   the token that opens or closes the same pair.
 - In a row of two texts the partners are the equal tokens of the other text.
+- With offset=-1 the partner is the token before, with offset=1 the token after, and so on. Special
+  tokens are partners, too, but have none.
 
 `uniform` is the share of attention that is equal for all tokens of a row.
 """
@@ -51,7 +55,15 @@ def partners(row: np.ndarray) -> np.ndarray:
     return partner
 
 
-def shares(path: str) -> tuple[dict[int, np.ndarray], float]:
+def neighbours(row: np.ndarray, offset: int) -> np.ndarray:
+    """Whether token j of a row is `offset` tokens after token i, (T, T) bool. The first token and
+    the separators have no partner."""
+    partner = np.eye(len(row), k=offset, dtype=bool)
+    partner[0] = partner[row == row[-1]] = False
+    return partner
+
+
+def shares(path: str, offset: int = 0) -> tuple[dict[int, np.ndarray], float]:
     """By layer, the share of each head, and the share of uniform attention."""
     with h5py.File(path) as file:
         maps = {int(layer): dataset for layer, dataset in file["attention"].items()}
@@ -60,7 +72,8 @@ def shares(path: str) -> tuple[dict[int, np.ndarray], float]:
         weights: dict[int, list[np.ndarray]] = {layer: [] for layer in maps}
         uniform: list[np.ndarray] = []
         for size, start, corner in zip(sizes, starts[:-1], corners[:-1], strict=True):
-            partner = partners(tokens[start : start + size])
+            row = tokens[start : start + size]
+            partner = neighbours(row, offset) if offset else partners(row)
             here = partner.any(1)
             uniform.append(partner[here].mean(1))
             for layer, dataset in maps.items():
@@ -71,18 +84,20 @@ def shares(path: str) -> tuple[dict[int, np.ndarray], float]:
         return means, float(np.concatenate(uniform).mean())
 
 
-def main(paths: Sequence[str]) -> None:
+def main(paths: Sequence[str], offset: int) -> None:
     """Print a line for each capture."""
     for path in paths:
-        heads_of, uniform = shares(path)
+        heads_of, uniform = shares(path, offset)
         best = ", ".join(f"layer {layer} {heads.max():.3f}" for layer, heads in heads_of.items())
         print(f"{path}: {best} (uniform {uniform:.3f})")
 
 
 if __name__ == "__main__":
-    missing = [path for path in sys.argv[1:] if not Path(path).is_file()]
-    if missing or not sys.argv[1:]:
+    given = [a.removeprefix("offset=") for a in sys.argv[1:] if a.startswith("offset=")]
+    files = [a for a in sys.argv[1:] if not a.startswith("offset=")]
+    missing = [path for path in files if not Path(path).is_file()]
+    if missing or not files:
         wrong = f"{missing[0]} does not exist" if missing else "give at least one F.h5"
         print(f"error: {wrong}", file=sys.stderr)
         sys.exit(2)
-    main(sys.argv[1:])
+    main(files, int(given[-1]) if given else 0)

@@ -236,7 +236,8 @@ def test_the_page_says_how_many_claims_resampled_examples_leave_decided() -> Non
 
 
 def test_attention_to_equal_tokens(tmp_path: Path) -> None:
-    """To the other token of a pair of brackets, or to the equal tokens of the other text."""
+    """To the other token of a pair of brackets, or to the equal tokens of the other text; or to
+    neighbours."""
     partners = script("partners")
     assert np.argwhere(partners.nested([5, 6, 6, 5, 7])).tolist() == [
         [0, 3],
@@ -270,6 +271,14 @@ def test_attention_to_equal_tokens(tmp_path: Path) -> None:
     shares, expected = partners.shares(str(tmp_path / "F.h5"))
     np.testing.assert_allclose(shares[1], [uniform, 1], rtol=1e-3)
     assert expected == pytest.approx(uniform)
+    # of the second row, the separator and the first token have no neighbours
+    before = np.argwhere(partners.neighbours(np.array(rows[1]), -1)).tolist()
+    after = np.argwhere(partners.neighbours(np.array(rows[1]), 1)).tolist()
+    assert before == [[1, 0], [2, 1], [3, 2]]
+    assert after == [[1, 2], [2, 3], [3, 4]]
+    shares, expected = partners.shares(str(tmp_path / "F.h5"), offset=-1)
+    assert expected == pytest.approx((5 / 8 + 3 / 5) / 8)
+    assert shares[1][0] == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_page_says_what_predictions_follow(shared: Path) -> None:
