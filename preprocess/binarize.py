@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -62,12 +63,17 @@ def sources(paths: Sequence[Path]) -> list[dict[str, Any]]:
     ]
 
 
+# In UTF-16 every second byte of Latin, Arabic or Thai is one of these; in UTF-8 hardly any is.
+CONTROLS = re.compile(rb"[\x00-\x08\x0e-\x1a]")
+ISO_2022 = re.compile(rb"\x1b\$[@AB(]")
+
+
 def open_binary(path: Path, advance: Callable[[int], None] = lambda _: None) -> BinaryIO:
     """Open a file for reading bytes, decompressed if its name ends in .gz or .zst.
 
     `advance` is called with the size of each block read from the disk. Raises BadInput naming the
-    file if `zstandard` is needed and not installed, and, while reading, if the compressed data is
-    damaged or ends too early.
+    file if `zstandard` is needed and not installed, if the file is not UTF-8 although it could be
+    read as such, and, while reading, if the compressed data is damaged or ends too early.
     """
     blocks, packed = _disk(path, advance), path.suffix.lower()
     if packed == ".gz":
@@ -79,7 +85,13 @@ def open_binary(path: Path, advance: Callable[[int], None] = lambda _: None) -> 
             raise lacks(str(path), "zstandard", "formats") from None
         decompressor = zstandard.ZstdDecompressor()
         blocks = _decompress(path, blocks, decompressor.decompressobj, zstandard.ZstdError)
-    return io.BufferedReader(_Blocks(blocks), 2**16)
+    file = io.BufferedReader(_Blocks(blocks), 2**16)
+    head = file.peek()
+    if len(CONTROLS.findall(head)) > 8 + len(head) // 20:
+        raise BadInput(f"{path} holds NUL characters, as UTF-16 does: convert it to UTF-8")
+    if ISO_2022.search(head):
+        raise BadInput(f"{path} holds escapes of ISO-2022-JP or the like: convert it to UTF-8")
+    return file
 
 
 def unpacked_name(path: Path) -> Path:

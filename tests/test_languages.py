@@ -108,8 +108,10 @@ def test_an_answer_in_no_window(
         "--output",
         tmp_path / "s",
     )
-    said = "warning: train: 1 of the 1 answers is in no window: no model can learn or find them"
-    assert said in capsys.readouterr().err
+    said = capsys.readouterr().err
+    words = "warning: train: 1 of the 1 answers is in no window: no model can learn or find them"
+    assert words in said
+    assert "train: 1 of the 1 answers has more than 30 tokens, the most that is predicted" in said
 
 
 def test_unseen_classes_of_words_are_missed_entities() -> None:
@@ -229,6 +231,26 @@ def test_other_encodings_are_named(read: Reader) -> None:
             predict.write_rows(
                 read.folder / name, head | {"columns": TSV}, read.tokenizer, read.folder / "s"
             )
+
+
+def test_other_encodings_that_are_valid_utf8(tmp_path: Path, preprocess: Any) -> None:
+    """UTF-16 of scripts whose numbers have a small high byte, and ISO-2022-JP."""
+    arabic = "\u0627\u0644\u0643\u062a\u0627\u0628 \u0639\u0644\u0649\n" * 40
+    thai = "\u0e44\u0e1b\u0e40\u0e17\u0e35\u0e48\u0e22\u0e27\u0e17\u0e30\u0e40\u0e25\n" * 40
+    japanese = "\u65e5\u672c\u8a9e\u306e\u6587\u3002\n" * 40
+    line = ["--tokenizer", "micro/english", "--valid", tmp_path / "v"]
+    line += ["--output", tmp_path / "s", "--overwrite"]
+    (tmp_path / "v").write_text("words\n" * 40)
+    for text, encoding, words in (
+        (arabic, "utf-16-le", "holds NUL characters, as UTF-16 does: convert it to UTF-8"),
+        (thai, "utf-16-be", "holds NUL characters, as UTF-16 does"),
+        (japanese, "iso-2022-jp", "holds escapes of ISO-2022-JP or the like: convert it"),
+    ):
+        (tmp_path / "t").write_bytes(text.encode(encoding))
+        with pytest.raises(BadInput, match=words):
+            preprocess("text", "--input", tmp_path / "t", *line)
+        (tmp_path / "t").write_bytes(text.encode())
+        preprocess("text", "--input", tmp_path / "t", *line)
 
 
 def test_names_of_files_that_are_not_utf8(tmp_path: Path, preprocess: Any) -> None:

@@ -424,6 +424,23 @@ def test_odd_classes(task, tmp_path: Path) -> None:  # type: ignore[no-untyped-d
     assert err.count(" rows) and ") == 3
     assert "differ only in case, white space, or how their characters are written" in err
     assert "differ only" not in told("a", "b")
+    words = (f"bam{i}\tB-{alike[i % 2]}\n\n" for i in range(200))
+    (tmp_path / "x.conll").write_text("".join(words))
+    err = task("conll", "--input", tmp_path / "x.conll")
+    assert "some classes differ only in case, white space, or how" in err
+
+
+def test_texts_that_look_the_same_stay_in_one_split(task, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """An accent may be a character of its own."""
+    forms = ("caf\u00e9 w{0}\t{0}a\ty\n", "cafe\u0301 w{0}\t{0}b\tn\n")
+    rows = "".join(form.format(i) for form in forms for i in range(100))
+    (tmp_path / "x.tsv").write_text("text\tkey\tlabel\n" + rows)
+    names = ["--text", "text", "--label", "label", "--id", "key"]
+    task("tsv", "--input", tmp_path / "x.tsv", *names)
+    store = open_store(tmp_path / "store")
+    for split in store.splits:
+        keys = {bytes(key).decode() for key in store.split(split).columns["id"]}
+        assert {key.replace("a", "b") for key in keys} == {key for key in keys if "b" in key}
 
 
 def test_a_header_that_is_read_as_a_row(task, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

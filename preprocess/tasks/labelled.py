@@ -197,7 +197,10 @@ def write_task(
         _say_shared(survey)
     labels = _class_names(task, survey) if task.has_classes else []
     unseen = _unseen(survey, labels, task.noun) if task.has_classes else {}
-    _say_odd_classes(task, survey, labels)
+    if task.kind == "class" and not task.labels:
+        _say_odd_classes(survey, labels)
+    if task.has_classes and not task.labels:
+        _say_look_alikes(survey, task.noun)
     _say_lacking(survey, labels, task.noun)
     _say_unlabelled(task, survey)
     say_empty(survey.empty, sum(survey.rows.values()), survey.first_empty)
@@ -309,12 +312,14 @@ def _number(label: str) -> float:
 
 
 def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> RowSurvey:
-    """Read and check all rows. Raises BadInput if no row can be used, or if a split is empty."""
+    """Read and check all rows. Raises BadInput if no row can be used, or if a split is empty. Texts
+    that differ only in whether an accent is a character of its own count as equal."""
     survey = RowSurvey()
     salt = seed.to_bytes(8, "little", signed=True)
     numbers: dict[str, int] = {}  # of the classes, in the order in which they appear
 
     def add(hashes: dict[str, array[int]], split: str, text: str) -> None:
+        text = unicodedata.normalize("NFC", text)
         digest = blake2b(text.encode(), digest_size=8, salt=salt).digest()
         hashes.setdefault(split, array("Q")).append(int.from_bytes(digest, "little"))
 
@@ -411,15 +416,10 @@ def _say_splits(task: TaskSource, survey: RowSurvey, seed: int | None) -> None:
         say("warning: there is no validation split; train with train.select=last", error=True)
 
 
-def _say_odd_classes(task: TaskSource, survey: RowSurvey, labels: list[str]) -> None:
-    """Warn of classes that may stand for a missing label, or that look alike. The user may have
-    listed the classes; then he knows them."""
-    if task.kind != "class" or task.labels:
-        return
+def _say_odd_classes(survey: RowSurvey, labels: list[str]) -> None:
+    """Warn of classes that may stand for a missing label, or that are scores."""
     counts = sum(survey.labels.values(), Counter[str]())
-    spellings: dict[str, list[str]] = {}
     for label in labels:
-        spellings.setdefault(_plain(label), []).append(label)
         if label.lower() in MISSING and not (label.startswith("-") and len(labels) == 2):
             say(
                 f"warning: {label!r} is a class, with {counts[label]:,} rows: if it stands for a "
@@ -433,9 +433,18 @@ def _say_odd_classes(task: TaskSource, survey: RowSurvey, labels: list[str]) -> 
             "give --kind score",
             error=True,
         )
+
+
+def _say_look_alikes(survey: RowSurvey, noun: str) -> None:
+    """Warn of classes that look alike, in whatever split. `noun` is what has a class."""
+    counts = sum(survey.labels.values(), Counter[str]())
+    spellings: dict[str, list[str]] = {}
+    for label in sorted(counts):
+        spellings.setdefault(_plain(label), []).append(label)
     groups = [same for same in spellings.values() if len(same) > 1]
     named = [
-        " and ".join(f"{label!r} ({counts[label]:,} rows)" for label in same) for same in groups[:3]
+        " and ".join(f"{label!r} ({counts[label]:,} {noun})" for label in same)
+        for same in groups[:3]
     ]
     if named:
         more = ", ..." if len(groups) > 3 else ""

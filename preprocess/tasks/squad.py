@@ -28,6 +28,7 @@ from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, many, say
 from xformer.data.errors import BadInput
 from xformer.data.outputs import check_directory
+from xformer.data.store import LONGEST_ANSWER
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
@@ -89,6 +90,7 @@ class Counts:
     exact: int = 0  # answerable questions whose tokens give back exactly the answer's text
     cut: int = 0  # questions that are longer than --max-question
     lost: int = 0  # answerable questions whose answer is in no window
+    long: int = 0  # answerable questions whose answer has more than LONGEST_ANSWER tokens
     articles: set[str] = field(default_factory=set)
 
     def warnings(self, max_question: int) -> Iterator[str]:
@@ -100,6 +102,10 @@ class Counts:
             share = f"{self.lost:,} of the {self.answerable:,} answers"
             verb = "is" if self.lost == 1 else "are"
             yield f"{share} {verb} in no window: no model can learn or find them"
+        if self.long:
+            share = f"{self.long:,} of the {self.answerable:,} answers"
+            verb = "has" if self.long == 1 else "have"
+            yield f"{share} {verb} more than {LONGEST_ANSWER} tokens, the most that is predicted"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -412,6 +418,7 @@ class WindowWriter:
                     answer, first = question.answers[0]  # dev files give several
                     span = token_span(starts, ends, first, first + len(answer))
                     self.counts.answerable += 1
+                    self.counts.long += span[1] - span[0] >= LONGEST_ANSWER
                     covered = text[starts[span[0]] : ends[span[1]]] if span[0] >= 0 else ""
                     self.counts.exact += covered == answer
                 tokens = next(encoded)

@@ -104,8 +104,6 @@ class RowTable:
             self.columns = list(next(self._objects(bad), (0, {}))[1])
         else:
             row = next(self.delimited(bad), (0, []))[1]
-            if 3 * "".join(row).count("\0") > len("".join(row)):
-                raise BadInput(f"{path} holds NUL characters, as UTF-16 does: convert it to UTF-8")
             numbers = [str(i) for i in range(1, len(row) + 1)]
             self.columns = [name.strip() for name in row] if self.form.header else numbers
         if not self.columns:

@@ -53,6 +53,7 @@ UNLABELLED, UNSEEN = -1, -2  # label of a row without a class; with a class unse
 # Words are separated by white space. The label of a word is that of its first token (Devlin et al.
 # 2019, section 5.3), and its other tokens are IGNORED. A word can be UNLABELLED or UNSEEN, too.
 IGNORED = -100
+LONGEST_ANSWER = 30  # the most tokens of an answer that is predicted (Devlin et al. 2019)
 NO_LABEL = "_"  # in labels as text: this word has no label
 BIO = re.compile(r"O|[BI]-.+")
 SUMS = "sums.json"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from xformer.data.batch import Assembler, Batch
 from xformer.data.errors import BadInput
-from xformer.data.store import Split
+from xformer.data.store import LONGEST_ANSWER, Split
 from xformer.tasks.task import (
     HIGHER,
     LOWER,
@@ -38,7 +38,6 @@ from xformer.tasks.task import (
 )
 from xformer.tasks.weighted import Weighted, average
 
-LONGEST = 30  # largest number of tokens in an answer (Devlin et al. 2019)
 NO_ANSWER, BEST, FIRST, LAST, LOSS = range(5)  # the columns of the outputs; see Span
 MEANS = ("exact_match", "f1")  # metrics that are means over questions
 
@@ -193,18 +192,18 @@ def best_spans(logits: Tensor, second: Tensor, lengths: Tensor) -> Tensor:
     the span's first and last token, counted in the window. A score is the sum of two logits.
 
     A row's window begins at token `second` and has `lengths` tokens, (N,) each. "No answer" is the
-    first special token. A span has at most LONGEST tokens.
+    first special token. A span has at most LONGEST_ANSWER tokens.
     """
     L = logits.size(1)
     null = logits[:, 0].sum(1)
     place = torch.arange(L, device=logits.device)
     inside = (place >= second[:, None]) & (place < (second + lengths)[:, None])
     start, end = (logits[..., i].masked_fill(~inside, -torch.inf) for i in (0, 1))
-    # (N, L, LONGEST): the scores of the spans of 1, 2, ... tokens that start at each place
-    ends = F.pad(end, (0, LONGEST - 1), value=-torch.inf).unfold(1, LONGEST, 1)
+    # (N, L, LONGEST_ANSWER): the scores of the spans of 1, 2, ... tokens that start at each place
+    ends = F.pad(end, (0, LONGEST_ANSWER - 1), value=-torch.inf).unfold(1, LONGEST_ANSWER, 1)
     score, flat = (start[:, :, None] + ends).flatten(1).max(1)
-    first = flat // LONGEST
-    return torch.stack([null, score, first - second, first + flat % LONGEST - second], 1)
+    first = flat // LONGEST_ANSWER
+    return torch.stack([null, score, first - second, first + flat % LONGEST_ANSWER - second], 1)
 
 
 def best_windows(
