@@ -253,6 +253,7 @@ def test_rows_to_predict_with_another_separator(tmp_path: Path, english: Checkpo
     [
         ([1], "number 0 of the texts is 1, of type int; give a list of strings"),
         (["a", None], "number 1 of the texts is None, of type NoneType"),
+        (["a", "caf\udce9"], "number 1 of the texts holds half of a surrogate pair"),
         (5, "encode takes a text or a list of texts, not 5"),
     ],
 )

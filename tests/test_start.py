@@ -218,6 +218,14 @@ def test_standard_error_that_takes_nothing_ends_nothing(closed: str) -> None:
     assert (done.returncode, done.stdout) == (0, "b\n")
 
 
+def test_standard_output_that_is_not_utf8() -> None:
+    code = "from xformer.start import run\nfrom xformer.data.display import say\n"
+    code += "run(lambda: say('\u2581caf\u00e9'))"
+    latin = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, env=latin)
+    assert (done.returncode, done.stdout) == (0, b"\\u2581caf\xe9\n")
+
+
 def test_nobody_is_sent_to_another_projects_package() -> None:
     """The package named `xformer` on the package index belongs to another project."""
     wrong = re.compile(r"pip install [^\n]*\bxformer\b(?!-)|\bxformer\[\w+\]")

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from xformer.data import published, tokenizers, vocabularies
 from xformer.data.errors import BadInput
+from xformer.evaluate import _readable
 from xformer.preprocess import words
 from xformer.preprocess.words import CachedEncoder
 
@@ -648,6 +649,14 @@ def test_offsets_of_byte_bpe(pairs):
     actual = pieces_of(pairs["gpt2"].ours, "𓂀")  # each token is a part of the character's bytes
     assert len(actual) == 4
     assert {span for _, span in actual} == {"𓂀"}
+
+
+def test_predicted_pieces_of_byte_bpe_are_readable(pairs):
+    tokenizer = pairs["gpt2"].ours
+    (ids,) = tokenizer.encode_batch(["x 🙂 naïve 𓂀"])
+    shown = [_readable(tokenizer, int(i)) for i in ids]
+    assert shown[:4] == ["x", "Ġ🙂", "Ġnaïve", "Ġ"]
+    assert shown[4:] == [tokenizer.pieces[i] for i in ids[4:]]  # parts of a character
 
 
 def test_offsets_of_unigram(pairs, learned):

@@ -189,9 +189,19 @@ def _likeliest(logits: Tensor, tokenizer: Tokenizer, top: int) -> list[list[tupl
     probabilities = torch.softmax(logits, 1)[:, : len(tokenizer)]
     best = probabilities.topk(min(top, probabilities.size(1)))
     return [
-        [(float(p), tokenizer.pieces[int(i)]) for p, i in zip(*pair, strict=True)]
+        [(float(p), _readable(tokenizer, int(i))) for p, i in zip(*pair, strict=True)]
         for pair in zip(best.values, best.indices, strict=True)
     ]
+
+
+def _readable(tokenizer: Tokenizer, i: int) -> str:
+    """A piece. That of a byte-level BPE stands for bytes: the characters that they are, with Ġ for
+    a space before them, unless they are only parts of characters."""
+    piece = tokenizer.pieces[i]
+    if tokenizer.kind != "bpe" or i in tokenizer.all_special:
+        return piece
+    text = tokenizer.decode([i])
+    return piece if "\ufffd" in text else text.replace(" ", "Ġ")
 
 
 def _train_mlm() -> str:

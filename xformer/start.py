@@ -83,10 +83,12 @@ def as_command(name: str) -> None:
 
 def open_standard_streams() -> None:
     """Open /dev/null for each standard stream that is closed, so that no other file gets its
-    number."""
+    number. Characters that an output cannot encode are escaped."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w"))  # noqa: SIM115
+        elif name != "stdin":
+            getattr(sys, name).reconfigure(errors="backslashreplace")
 
 
 def share_cores() -> None:

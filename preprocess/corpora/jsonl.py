@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from xformer.data.errors import BadInput
+from xformer.data.tokenizers import HALF
 
 from ..bad import BadRows
 from ..binarize import open_binary, read_lines, unpacked_name
-from ..tasks.tables import HALF
 
 NAME_ANOTHER = "name another with --field"
 _BETWEEN = re.compile(r"[\s,]*")

@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from xformer.data.arguments import whole_number
 from xformer.data.display import many
 from xformer.data.errors import BadInput
+from xformer.data.tokenizers import HALF
 
 from ..bad import BadRows
 from .labelled import Row, TaskSource, input_files
-from .tables import ENDINGS, HALF
+from .tables import ENDINGS
 from .tsv import add_form, add_keys, id_and_group, keys_of, open_tables
 
 ABOUT = "Questions with a context and two or more endings, one of which is right."

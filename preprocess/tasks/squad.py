@@ -29,7 +29,7 @@ from xformer.data.display import Progress, many, say
 from xformer.data.errors import BadInput
 from xformer.data.outputs import check_directory
 from xformer.data.store import LONGEST_ANSWER
-from xformer.data.tokenizers import Tokenizer
+from xformer.data.tokenizers import HALF, Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
 from ..arguments import (
@@ -41,7 +41,6 @@ from ..arguments import (
 from ..bad import BadRows
 from ..binarize import check_exists, check_files, read_lines, sources
 from .labelled import ORDER, SHARES, VALID_SHARE
-from .tables import HALF
 
 ABOUT = "SQuAD 1.1 and 2.0: questions and overlapping windows of their contexts."
 BLOCK = 64  # contexts encoded at once

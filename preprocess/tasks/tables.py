@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from unicodedata import normalize
 
 from xformer.data.display import many, say
 from xformer.data.errors import BadInput, lacks
+from xformer.data.tokenizers import HALF
 
 from ..bad import STRICT, BadRows
 from ..binarize import read_lines, unpacked_name
@@ -26,7 +26,6 @@ BROKEN = object()  # stands for a text that is not valid JSON
 SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon"}
 # csv's messages about a quote that nothing closes, so that any number of rows is lost
 OPEN_QUOTE = ("unexpected end of data", "field larger than field limit")
-HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which UTF-8 cannot encode
 
 
 @dataclass(frozen=True)

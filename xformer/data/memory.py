@@ -10,7 +10,7 @@ import numpy as np
 from xformer.data.display import one_line
 from xformer.data.errors import BadInput
 from xformer.data.store import Ragged, Split
-from xformer.data.tokenizers import Tokenizer
+from xformer.data.tokenizers import HALF, Tokenizer
 
 
 def split_of(
@@ -48,6 +48,8 @@ def _ragged(tokenizer: Tokenizer, texts: Sequence[str]) -> Ragged:
         if not isinstance(text, str):
             what = f"{one_line(repr(text), 60)}, of type {type(text).__name__}"
             raise BadInput(f"number {number} of the texts is {what}; give a list of strings")
+        if not text.isascii() and HALF.search(text):
+            raise BadInput(f"number {number} of the texts holds half of a surrogate pair")
     values, lengths = ids_of(tokenizer, texts)
     return Ragged(values, np.concatenate([[0], np.cumsum(lengths)]))
 

@@ -28,6 +28,7 @@ from xformer.data.errors import BadInput, typed
 from xformer.data.files import installed, json_text, near, put_back, read_json, selected
 
 META = "tokenizer_meta.json"
+HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which UTF-8 cannot encode
 NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 KINDS = ("wordpiece", "bpe", "unigram", "symbols")
 BERT_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
