@@ -208,10 +208,8 @@ class Plan:
         less = self.study.factors(table.minus) if table.minus else {}
         where = {factor: level for factor, level in table.where.items() if factor in less}
         for job in (*self.runs(table.stage, table.where), *self.runs(table.minus, where)):
-            column = job.levels.get(table.columns)
-            if column is not None and column not in self.study.columns(table):
-                continue  # a column that only `minus` has
-            for metric in table.metrics if column is None else [table.metric_of(column)]:
+            columns = self.study.columns_of(table, job.levels)  # none if only `minus` has it
+            for metric in dict.fromkeys(map(table.metric_of, columns)):
                 if job.recipe is not None:
                     yield job, metric
 
@@ -289,8 +287,7 @@ class Plan:
         """HIGHER or LOWER by column of a table, as far as known."""
         directions = {}
         for job in self.runs(table.stage, table.where):
-            own = job.levels.get(table.columns)
-            for column in self.study.columns(table) if own is None else [own]:
+            for column in self.study.columns_of(table, job.levels):
                 metric = table.metric_of(column).rpartition(".")[2]
                 if metric in (known := _scores(job)):
                     directions[column] = known[metric]
@@ -349,8 +346,7 @@ class Plan:
         table = self.study.table(claim.table)
 
         def keys(side: Levels) -> set[str]:
-            levels = {factor: level for factor, level in side.items() if factor != METRIC}
-            return {job.key for job in self.runs(table.stage, {**table.where, **levels})}
+            return {job.key for job in self.runs(table.stage, table.at(side))}
 
         if claim.each != table.columns and len(self._directions_of(claim)) > 1:
             raise BadInput(

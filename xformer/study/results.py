@@ -43,7 +43,6 @@ from xformer.predictions import FOLDER, read
 from xformer.study.plan import UNPACKED, Job, Plan
 from xformer.study.pool import WARNINGS, Outcome, warnings_of
 from xformer.study.spec import (
-    METRIC,
     RESERVED,
     SEED,
     STATISTICS,
@@ -217,12 +216,9 @@ class Results:
         level overrides the table's `where`, so claims can compare levels that it does not show."""
         minus = list(self.study.factors(table.minus)) if table.minus else []
         bases = {tuple(job.levels.values()): job for job in self.plan.runs(table.minus)}
-        levels = {**table.where, **wanted}
-        metric = levels.pop(METRIC, None)
-        metrics = self.study.columns(table) if metric is None else (metric,)
-        for job in self.plan.runs(table.stage, levels):
+        for job in self.plan.runs(table.stage, table.at(wanted)):
             base = bases.get(tuple(job.levels[factor] for factor in minus))
-            for column in metrics if table.columns == METRIC else [job.levels[table.columns]]:
+            for column in self.study.columns_of(table, {**job.levels, **wanted}):
                 value, chance = self._score(job, table, column), table.chance.get(column)
                 floor = -math.inf
                 if chance is not None:

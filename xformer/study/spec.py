@@ -215,6 +215,10 @@ class ScoreTable(Shown):
         """The metric, or that of each column."""
         return (self.metric,) if isinstance(self.metric, str) else tuple(self.metric.values())
 
+    def at(self, side: Levels) -> Levels:
+        """The levels of factors on one side of a claim. They override those of `where`."""
+        return {f: level for f, level in {**self.where, **side}.items() if f != METRIC}
+
     def metric_of(self, column: str) -> str:
         """The metric of a column."""
         return self.metric if isinstance(self.metric, str) else self.metric[column]
@@ -432,6 +436,12 @@ class Study(Settings):
         """The columns of a table, without its means."""
         return self.levels_of(table)[table.columns]
 
+    def columns_of(self, table: ScoreTable, levels: Levels) -> tuple[str, ...]:
+        """The columns in which a run at these levels has a score: one, or all if it does not vary
+        by them."""
+        own = levels.get(table.columns)
+        return tuple(column for column in self.columns(table) if own in (None, column))
+
     def stands_for(self, factor: str, level: str) -> str:
         """The published name of a level."""
         return self.like.get(f"{factor}={level}", self.like.get(level, level))
@@ -445,13 +455,16 @@ class Study(Settings):
         stages = {shown.stage for shown in self.shows()} | {table.minus for table in self.tables}
         return tuple(name for name in self.stages if name in stages or not any(stages))
 
-    def combinations(self, stage: str) -> Iterator[Levels]:
-        """Every combination of levels that a stage does not leave out."""
+    def combinations(self, stage: str, at: Levels | None = None) -> Iterator[Levels]:
+        """Every combination of levels that a stage does not leave out; with `at` those at these
+        levels."""
         factors = self.factors(stage)
         for levels in product(*factors.values()):
             combination = dict(zip(factors, levels, strict=True))
             left_out = self.stages[stage].without
-            if not any(some.items() <= combination.items() for some in left_out):
+            if (at or {}).items() <= combination.items() and not any(
+                some.items() <= combination.items() for some in left_out
+            ):
                 yield combination
 
     def settings(self, stage: str, levels: Levels) -> dict[str, Any]:
@@ -949,11 +962,10 @@ def averaged_factors(study: Study, table: ScoreTable) -> list[str]:
     columns."""
     own = replicate_factors(study, table, ())
     levels: dict[str, dict[tuple[str, ...], set[str]]] = {}  # by factor, then cell and replicate
-    for run in study.combinations(table.stage):
-        if all(run.get(factor, level) == level for factor, level in table.where.items()):
-            place = tuple(run.get(factor, "") for factor in (table.rows, table.columns, *own))
-            for factor in run.keys() - {table.rows, table.columns, *own}:
-                levels.setdefault(factor, {}).setdefault(place, set()).add(run[factor])
+    for run in study.combinations(table.stage, table.where):
+        place = tuple(run.get(factor, "") for factor in (table.rows, table.columns, *own))
+        for factor in run.keys() - {table.rows, table.columns, *own}:
+            levels.setdefault(factor, {}).setdefault(place, set()).add(run[factor])
     several = {
         f for f, places in levels.items() if any(len(every) > 1 for every in places.values())
     }
@@ -965,15 +977,14 @@ def _unpaired(study: Study, table: ScoreTable, claim: Claim) -> str:
     `each`, that only one side has does not count, because it is not compared."""
     over: list[dict[tuple[str, ...], set[str]]] = []  # by replicate and level of `each`
     for side in (claim.better, claim.than):
-        fixed = {f: level for f, level in {**table.where, **side}.items() if f != METRIC}
+        fixed = table.at(side)
         own = replicate_factors(study, table, (*side, claim.each))
         own += [claim.each] if claim.each not in ("", METRIC) else []
         over.append({})
-        for levels in study.combinations(table.stage):
-            if fixed.items() <= levels.items():
-                rest = [f"{f}={v}" for f, v in levels.items() if f not in (*own, *fixed)]
-                key = tuple(levels[factor] for factor in own)
-                over[-1].setdefault(key, set()).add(", ".join(rest))
+        for levels in study.combinations(table.stage, fixed):
+            rest = [f"{f}={v}" for f, v in levels.items() if f not in (*own, *fixed)]
+            key = tuple(levels[factor] for factor in own)
+            over[-1].setdefault(key, set()).add(", ".join(rest))
     ours, theirs = over
     alone = (ours[key] ^ theirs[key] for key in ours.keys() & theirs.keys())
     return min(set().union(*alone), default="")
@@ -993,8 +1004,7 @@ def levels_of_claim(study: Study, table: ScoreTable, claim: Claim) -> tuple[str,
 def seeds_of(study: Study, table: ScoreTable, side: Levels, factor: str) -> set[str]:
     """The levels of a random factor at which a table has runs for one side of a claim, and the
     runs that it subtracts from them."""
-    wanted = {f: level for f, level in {**table.where, **side}.items() if f != METRIC}
-    every = [at for at in study.combinations(table.stage) if wanted.items() <= at.items()]
+    every = [*study.combinations(table.stage, table.at(side))]
     if table.minus:
         less, bases = study.factors(table.minus), [*study.combinations(table.minus)]
         every = [at for at in every if {name: at[name] for name in less} in bases]
