@@ -38,15 +38,6 @@ EXAMPLES = "test examples"  # a source of variance besides the factors of a stud
 
 
 @dataclass(frozen=True)
-class Source:
-    """A score of a run."""
-
-    job: Job
-    split: str
-    metric: str
-
-
-@dataclass(frozen=True)
 class Bootstrap:
     """A multi-bootstrap's interval, and its two-sided p."""
 
@@ -61,13 +52,13 @@ class Shares(Results):
         self.study, self.plan = results.study, results.plan
         self.metrics, self.seconds = results.metrics, results.seconds
         self._examples = results._examples
-        self.sources = [
-            Source(self.plan.jobs[key], split, metric)
+        self.sources = [  # key of the run, split, metric
+            (key, split, metric)
             for key, splits in self.metrics.items()
             for split, scores in splits.items()
             for metric in scores
         ]
-        self._place = {(s.job.key, s.split, s.metric): i for i, s in enumerate(self.sources)}
+        self._place = {source: i for i, source in enumerate(self.sources)}
         self._drawn: dict[int, np.ndarray | str] = {}  # by number of the source
 
     def _value(self, job: Job, split: str, metric: str) -> np.ndarray:
@@ -77,8 +68,7 @@ class Shares(Results):
 
     def terms(self, shares: np.ndarray) -> list[tuple[float, str, str, str]]:
         """The sources of a sum: weight, key of the run, split, metric."""
-        sources = [(i, self.sources[i]) for i in np.flatnonzero(shares)]
-        return [(float(shares[i]), s.job.key, s.split, s.metric) for i, s in sources]
+        return [(float(shares[i]), *self.sources[i]) for i in np.flatnonzero(shares)]
 
     def pairs(self, table: ScoreTable, a: Levels, b: Levels) -> dict[Replicate, np.ndarray]:
         """The shares of the differences between two sides of a claim, by seed."""
@@ -102,19 +92,18 @@ class Shares(Results):
         total = np.zeros(RESAMPLES)
         for number in map(int, np.flatnonzero(shares)):
             if number not in self._drawn:
-                self._drawn[number] = _resampled(self.sources[number])
+                self._drawn[number] = self._resampled(*self.sources[number])
             if isinstance(drawn := self._drawn[number], str):
                 return drawn
             total += shares[number] * drawn
         return total
 
-
-def _resampled(source: Source) -> np.ndarray | str:
-    """A score of a run under resampled test examples, (B,), or why it has none."""
-    path = source.job.path / FOLDER / f"{source.split}.npz"
-    if not path.is_file():
-        return f"no predictions of {source.split} are kept"
-    return resampled_score(read(path), source.metric)
+    def _resampled(self, key: str, split: str, metric: str) -> np.ndarray | str:
+        """A score of a run under resampled test examples, (B,), or why it has none."""
+        path = self.plan.jobs[key].path / FOLDER / f"{split}.npz"
+        if not path.is_file():
+            return f"no predictions of {split} are kept"
+        return resampled_score(read(path), metric)
 
 
 def resampled_score(predictions: Predictions, metric: str) -> np.ndarray | str:
