@@ -182,20 +182,19 @@ def run_study(plan: Plan, settings: Execution, with_cost: bool = False) -> None:
     lacking = plan.missing() and not any(j.stage and not j.missing for j in plan.jobs.values())
     if lacking and not settings.dry_run:
         raise BadInput(f"{plan.study.path}: nothing can run: {'; '.join(_lacking(plan))}")
-    here = pool.local(settings.jobs)
+    here, slurm = pool.local(settings.jobs), settings.executor == "slurm"
+    todo = to_do(plan.jobs.values(), plan.wanted, ledger.results)
     if settings.dry_run or with_cost:
         costs = Costs(forecast, ledger.results)
-        todo, slots = to_do(plan.jobs.values(), plan.wanted, ledger.results), 1
-        if settings.executor == "local":
+        if not slurm:
             timing.measure(plan, costs, todo.values(), here)
-            slots = here.slots
+        slots = 1 if slurm else here.slots
         if settings.dry_run:
             say(*listing(plan, costs, ledger.results, slots).split("\n"))
             return
         say(*cost_lines(costs, todo, slots))
-    slurm = settings.executor == "slurm"
-    if not slurm and not with_cost:
-        say(*slow_lines(forecast, to_do(plan.jobs.values(), plan.wanted, ledger.results)))
+    elif not slurm:
+        say(*slow_lines(forecast, todo))
     execute(plan, pool.Slurm(plan.root, settings.slurm) if slurm else here, ledger)
 
 
