@@ -1532,7 +1532,7 @@ def test_a_long_job_does_not_use_up_the_time_of_the_others(file: Path, tmp_path:
         assert progress.left() == pytest.approx(240.0, abs=5.0)
         progress.ended = time.monotonic() - 1000.0
         assert progress.left() == pytest.approx(200.0)
-        progress.looked, progress.due = time.monotonic() - 61.0, time.monotonic()
+        progress.looked, progress.estimated = time.monotonic() - 61.0, time.monotonic() - 301.0
         progress.show({})  # estimated again, from the costs of the plan
         assert progress.seconds.keys() == progress.open.keys()
 

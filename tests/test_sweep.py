@@ -364,7 +364,8 @@ def test_the_time_left_is_unknown_until_a_run_logs_its_speed(
     with pool.StudyProgress(plan, slots=2, keep=lambda *_: "") as progress:
 
         def after_a_minute() -> str:
-            progress.looked, progress.due = time.monotonic() - 61.0, progress.due - 61.0
+            progress.looked = time.monotonic() - 61.0
+            progress.estimated -= 61.0
             progress.show({})
             return capsys.readouterr().err
 

@@ -38,7 +38,7 @@ POLL = 0.2  # seconds
 MINUTE = 60.0  # seconds between two progress lines in a log
 WARNINGS = "warnings.txt"  # what a job warned of, beside its kept result
 AGAIN = 30.0  # seconds after which the end of a job lets the time left be estimated again
-LATER = 300.0  # seconds after which it is estimated again in any case
+LATER = 300.0  # seconds after which it is estimated again in any case; while unknown, each minute
 # The imports of the fork server. It must be single-threaded and must not have initialized a device
 # when it forks, so nothing here may compute anything.
 PRELOADED = [
@@ -667,7 +667,8 @@ class StudyProgress(Progress):
         now = time.monotonic()
         if now - self.looked > MINUTE:
             self.looked = now
-            if now >= self.due:  # a store or a model may exist now
+            # a run of unknown cost may have logged its speed, and more stores may exist
+            if self.left() is None or now - self.estimated > LATER:
                 self._estimate()
             self.numbers = newest_numbers(self.open.values())
             if self.bar is None and self.open:
@@ -714,5 +715,3 @@ class StudyProgress(Progress):
         costs.rates = {**self.rates, **costs.rates}
         self.seconds = {key: costs.guess(job) for key, job in self.open.items()}
         self.estimated = time.monotonic()
-        # a run whose cost is not known will soon have logged its speed
-        self.due = self.estimated + (MINUTE if self.left() is None else LATER)
