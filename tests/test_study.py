@@ -2596,6 +2596,17 @@ def test_a_study_tells_of_the_training_that_runs(tmp_path: Path) -> None:
     assert newest_numbers(jobs) == {}
 
 
+def test_a_table_of_a_level_that_a_scale_leaves_out_is_not_shown(file: Path) -> None:
+    """Also if the level is a number in a plain list."""
+    changed(
+        file,
+        ('columns = "rate"', 'columns = "rate"\nwhere.seed = 0'),
+        ("[scales.mini]", "[scales.mini]\nclaims = []\nlevels.seed = [1]"),
+    )
+    assert read_study(file, "mini").tables == ()
+    assert [table.name for table in read_study(file, "paper").tables] == ["main"]
+
+
 def test_a_report_without_published_numbers_does_not_speak_of_them(
     file: Path, data: Path, tmp_path: Path
 ) -> None:

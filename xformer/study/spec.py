@@ -588,7 +588,8 @@ def _at_scale(study: Study) -> Study:
     def there(shown: Shown) -> bool:
         vary = study.stages[shown.stage].vary if shown.stage in study.stages else {}
         return all(
-            level in study.levels.get(factor, (level,)) or level not in vary.get(factor, ())
+            level in study.levels.get(factor, (level,))
+            or level not in map(str, vary.get(factor, ()))
             for factor, level in shown.where.items()
         )
 
