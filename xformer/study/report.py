@@ -106,7 +106,7 @@ class Drawing:
     """A figure: drawn for the report, or files that a run has drawn. Those are shown as images, so
     that nothing within them can act on the page."""
 
-    file: str = ""  # the name of its SVG beside the report, if it is written there
+    file: str  # the name of its SVG beside the report
     svg: str = ""
     draw: Callable[[], Figure] | None = None  # draws it once more, for a PDF beside the SVG
     source: Path | None = None  # the file that a run has drawn
@@ -242,7 +242,7 @@ def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     for figure in filter(None, figures):
         if figure.source is not None:
             shutil.copyfile(figure.source, directory / figure.file)
-        elif figure.file:
+        else:
             (directory / figure.file).write_text(figure.svg, encoding="utf-8")
         if figure.draw is not None:
             with style.colours(PRINT):
