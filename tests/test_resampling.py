@@ -22,7 +22,7 @@ from test_study import STUDY, data, finish, markdown_of, plan_of  # noqa: F401
 
 from xformer.data.errors import BadInput
 from xformer.predictions import write
-from xformer.study.claims import tied_test, verdicts
+from xformer.study.claims import ClaimPart, tied_test, verdicts
 from xformer.study.dotplot import THEIRS, draw
 from xformer.study.plan import Job, Plan
 from xformer.study.report import write_report
@@ -173,7 +173,7 @@ def test_a_claim_has_a_picture(tmp_path: Path, trained: Results) -> None:
     assert (low["published"], high["published"], tie["published"]) == (0.0, None, None)
     assert low["hours"] == high["hours"] == pytest.approx(20 * 2 / 3600)
     ((_, one, p),) = verdict.parts
-    hostile = replace(verdict, parts=(("<script>'", one, p),))
+    hostile = replace(verdict, parts=(ClaimPart("<script>'", one, p),))
     drawn = ElementTree.fromstring(draw(hostile, [None]))
     assert [one.text for one in drawn.iter(f"{SVG}text")][-1] == "<script>'"
 

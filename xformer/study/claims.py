@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scipy import stats
 
@@ -126,6 +126,14 @@ def tied_test(a: Sequence[float], b: Sequence[float], margin: float) -> Differen
 # ---------------------------------------------------------------------------------- the verdicts
 
 
+class ClaimPart(NamedTuple):
+    """One test of a claim: at a level of `each`, or on average ("")."""
+
+    level: str
+    difference: Difference
+    p: float | None  # that of the difference, corrected for the parts of the claim
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The verdict on a claim, "holds", "fails", "undecided" or "no data", and its evidence."""
@@ -133,7 +141,7 @@ class Verdict:
     claim: Claim
     table: ScoreTable
     levels: tuple[str, ...]  # at each of which the claim is tested; one if on average
-    parts: tuple[tuple[str, Difference, float | None], ...]  # (level of each, difference, Holm's p)
+    parts: tuple[ClaimPart, ...]  # those that have scores
     learnt: bool = True  # whether any of its runs is above chance
     registered: str = ""  # the commit that held the claim first, or "exploratory"
     overall: tuple[float | None, ...] = ()  # Holm's p of each part over all tests of the study
@@ -148,7 +156,7 @@ class Verdict:
     def scored(self) -> int:
         """How many seeds have all scores that the claim needs."""
         short = len(self.parts) < len(self.levels)
-        return 0 if short else min(len(difference.each) for _, difference, _ in self.parts)
+        return 0 if short else min(len(part.difference.each) for part in self.parts)
 
     @property
     def early(self) -> bool:
@@ -159,7 +167,7 @@ class Verdict:
     @property
     def state(self) -> str:
         """The verdict of the study's test."""
-        return self._state([p for *_, p in self.parts])
+        return self._state([part.p for part in self.parts])
 
     @property
     def state_overall(self) -> str:
@@ -168,10 +176,9 @@ class Verdict:
 
     def _state(self, ps: Sequence[float | None]) -> str:
         states = []
-        for (_, difference, _), p in zip(self.parts, ps, strict=True):
-            ahead = difference.mean > self.margin
-            if self.claim.tie:
-                ahead = abs(difference.mean) < self.margin
+        for part, p in zip(self.parts, ps, strict=True):
+            mean = part.difference.mean
+            ahead = abs(mean) < self.margin if self.claim.tie else mean > self.margin
             decided = p is not None and p <= 1 - LEVEL
             states.append(("holds" if ahead else "fails") if decided else "undecided")
         if not states:
@@ -191,13 +198,13 @@ class Verdict:
             return ""
         if self.early:
             return f"{self.seeds}, as planned"
-        open_parts = [d for _, d, p in self.parts if p is None or p > 1 - LEVEL]
-        if not open_parts:  # a level of `each` has no scores yet
+        left = [one.difference for one in self.parts if one.p is None or one.p > 1 - LEVEL]
+        if not left:  # a level of `each` has no scores yet
             return ""
-        numbers = [d.needed(self.margin, self.claim.tie) for d in open_parts]
+        numbers = [difference.needed(self.margin, self.claim.tie) for difference in left]
         known = [number for number in numbers if number is not None]
-        if len(known) < len(numbers) or not known:
-            return "-" if any(d.p is None for d in open_parts) else f"more than {MOST:,}"
+        if len(known) < len(numbers):
+            return "-" if any(one.p is None for one in left) else f"more than {MOST:,}"
         return str(max(known))
 
     def evidence(self) -> str:
@@ -251,7 +258,7 @@ def _verdict(results: Results, claim: Claim, table: ScoreTable) -> Verdict:
     ps, looks = [difference.p for difference in differences.values()], _looks(results.study)
     tests = looks * sum(p is not None for p in ps)
     parts = [
-        (level, replace(difference, tests=tests), p)
+        ClaimPart(level, replace(difference, tests=tests), p)
         for (level, difference), p in zip(differences.items(), _adjusted(ps, looks), strict=True)
     ]
     verdict = Verdict(claim, table, levels, tuple(parts), _learnt(results, claim, table))
@@ -260,7 +267,7 @@ def _verdict(results: Results, claim: Claim, table: ScoreTable) -> Verdict:
 
 def _over_study(verdicts: Sequence[Verdict], looks: int) -> list[Verdict]:
     """The verdicts, each with the p-values that are Holm-adjusted over all tests of the study."""
-    ps = [difference.p for verdict in verdicts for _, difference, _ in verdict.parts]
+    ps = [part.difference.p for verdict in verdicts for part in verdict.parts]
     every = iter(_adjusted(ps, looks))
     return [replace(one, overall=tuple(next(every) for _ in one.parts)) for one in verdicts]
 

@@ -28,7 +28,7 @@ def draw(verdict: Verdict, published: Sequence[float | None]) -> str:
     claim, margin = verdict.claim, verdict.margin
     margins = [margin, -margin] if claim.tie else [margin] if margin else []
     shown = [0.0, *margins, *(number for number in published if number is not None)]
-    for _, one, _ in verdict.parts:
+    for one in (part.difference for part in verdict.parts):
         shown += [*one.each, one.mean - (one.half or 0), one.mean + (one.half or 0)]
     low, high = min(shown), max(shown)
     if high - low < 1e-9:

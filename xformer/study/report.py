@@ -392,7 +392,7 @@ def _facts(verdict: Verdict, shares: Shares) -> dict[str, str]:
 
 def _detectable(verdict: Verdict) -> str:
     """The differences that the seeds of a registered claim detect with power 0.8."""
-    every = [difference.detectable for _, difference, _ in verdict.parts]
+    every = [part.difference.detectable for part in verdict.parts]
     texts = [f"{number:.{verdict.table.digits}f}" for number in every if number is not None]
     return ", ".join(texts) or "-"
 

@@ -125,8 +125,8 @@ def claim_records(shares: Shares, every: Sequence[Verdict]) -> list[dict[str, An
     again."""
     records = []
     for verdict in every:
-        levels = [level for level, *_ in verdict.parts]
-        pairs = [shares.pairs(verdict.table, *verdict.claim.sides(level)) for level in levels]
+        sides = [verdict.claim.sides(part.level) for part in verdict.parts]
+        pairs = [shares.pairs(verdict.table, *both) for both in sides]
         terms = [[shares.terms(pair) for pair in of_part.values()] for of_part in pairs]
         hours = _hours(shares, {key for part in terms for pair in part for _, key, *_ in pair})
         for (level, difference, _), of_part in zip(verdict.parts, terms, strict=True):
