@@ -346,6 +346,12 @@ def test_a_file_with_the_same_size_and_time_of_modification_is_read_again(tmp_pa
             "curves x: stages.look runs a command, and commands write no log",
         ),
         (
+            "[[claims]]",
+            '[[curves]]\nname = "x"\ntitle = "x"\nstage = "finetune"\npanels = "rate"\n'
+            'lines = "rate"\nvalidation = { low = "loss" }\n[[claims]]',
+            "curves x: validation: all levels of rate share one panel; give it one number",
+        ),
+        (
             "vary.seed = [0, 1]",
             "vary.seed = [0, 1]\n"
             "without = [{ seed = 0, start = 'scratch' }, { seed = 1, start = 'pretrained' }]",

@@ -793,6 +793,8 @@ def _bad_shown(study: Study, shown: Shown) -> Iterator[str]:
     if isinstance(shown, Curves) and isinstance(shown.validation, dict) and not lines:
         panels = [*map(str, study.stages[shown.stage].vary[shown.panels])]
         yield from (f"validation: {line}" for line in _unknown(shown.validation, panels))
+        if shown.panels == shown.lines:
+            yield f"validation: all levels of {shown.lines} share one panel; give it one number"
 
 
 def _bad_table(study: Study, table: ScoreTable) -> Iterator[str]:
