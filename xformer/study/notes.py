@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -18,6 +17,7 @@ from xformer.study.spec import Deviation, Levels, within
 PLACEHOLDER = re.compile(r"\{([^{}:]*):([^{}]*)\}")
 OF_MADE = re.compile(r"made\.([\w-]+)")
 OF_STAGE = re.compile(r"([\w-]+)(?:\(([^()]*)\))?")
+KEYS = all_keys(Recipe)
 UNKNOWN = "?"
 MOST = 4  # values that are listed; more numbers become a range
 
@@ -162,15 +162,9 @@ class Notes:
         return value
 
 
-@cache
-def _keys() -> dict[str, Any]:
-    """The dotted keys of a recipe."""
-    return all_keys(Recipe)
-
-
 def _check_key(key: str) -> None:
-    if key not in _keys():
-        raise BadInput(f"there is no key {key!r}{nearest(key, list(_keys()))}")
+    if key not in KEYS:
+        raise BadInput(f"there is no key {key!r}{nearest(key, list(KEYS))}")
 
 
 def listed(values: Iterable[Any]) -> str:

@@ -185,7 +185,7 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     if study.registration and (changed := len(again.keys() & plan.jobs.keys())):
         note = f"; runs that were made again because their key changed: {changed}"
         every = [replace(one, registered=one.registered + note) for one in every]
-    records = claim_records(shares, every)
+    records = [claim_records(shares, verdict) for verdict in every]
     sections = [*_headline(results), *_claims(study, every, records, shares)]
     if not study.shows():
         sections += [one for stage in study.stages for one in _settings(results, stage, notes)]
@@ -204,7 +204,7 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
         (*map(typed, notes.notes), *(f"{line}." for line in plan.remarks()), *_warnings(plan)),
         sections,
         every,
-        records,
+        [part for parts in records for part in parts],
         [outcome for outcome in outcomes.values() if outcome.state == "failed"],
         dict(waiting),
         [_run(job, results, outcomes, directory, again) for job in plan.jobs.values()],
@@ -335,18 +335,18 @@ def _headline(results: Results) -> Iterator[Section]:
 
 
 def _claims(
-    study: Study, every: Sequence[Verdict], records: Sequence[dict[str, Any]], shares: Shares
+    study: Study, every: Sequence[Verdict], records: list[list[dict[str, Any]]], shares: Shares
 ) -> Iterator[Section]:
     """The claims at a glance, and then each of them with its picture and its tests."""
     if not every:
         return
-    note, rows, claims, left = _undecided(every), [], [], iter(records)
-    published = any(record["published"] is not None for record in records)
+    note, rows, claims = _undecided(every), [], []
+    published = any(part["published"] is not None for parts in records for part in parts)
     shown = [published or name != PUBLISHED for name in GLANCE]
     if study.registration is not None:
         note = f"{note} Registered: {study.registration.words()}.".lstrip()
-    for number, verdict in enumerate(every, start=1):
-        text, state, parts = verdict.claim.text, verdict.state, [next(left) for _ in verdict.parts]
+    for number, (verdict, parts) in enumerate(zip(every, records, strict=True), start=1):
+        text, state = verdict.claim.text, verdict.state
         others = (Entry(one, prose=True) for one in compress(at_a_glance(parts), shown))
         rows.append([Entry(text, prose=True), Entry(state, bold=True), *others])
         svg = dotplot.draw(verdict, [part["published"] for part in parts]) if parts else ""

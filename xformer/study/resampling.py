@@ -119,36 +119,35 @@ def resampled_score(predictions: Predictions, metric: str) -> np.ndarray | str:
     return drawn
 
 
-def claim_records(shares: Shares, every: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """A record of each part of each claim, for the overview of a report and of docs/findings.md.
-    For each seed it has the terms of the difference, so that docs/verify.py can compute the numbers
+def claim_records(shares: Shares, verdict: Verdict) -> list[dict[str, Any]]:
+    """A record of each part of a claim, for the overview of a report and of docs/findings.md. For
+    each seed it has the terms of the difference, so that docs/verify.py can compute the numbers
     again."""
-    records = []
-    for verdict in every:
-        sides = [verdict.claim.sides(part.level) for part in verdict.parts]
-        pairs = [shares.pairs(verdict.table, *both) for both in sides]
-        terms = [[shares.terms(pair) for pair in of_part.values()] for of_part in pairs]
-        hours = _hours(shares, {key for part in terms for pair in part for _, key, *_ in pair})
-        for (level, difference, _), of_part in zip(verdict.parts, terms, strict=True):
-            records.append(
-                {
-                    "text": verdict.claim.text,
-                    "part": level,
-                    "verdict": verdict.state,  # of all parts together, as are the hours
-                    "registered": verdict.registered or "exploratory",
-                    "tie": verdict.claim.tie,
-                    "margin": verdict.margin,
-                    "shown": difference.words(verdict.table.digits),
-                    "effect": difference.mean,
-                    "half": difference.half,
-                    "p": difference.p,  # before every correction
-                    "published": published_difference(shares, verdict, level),
-                    "digits": verdict.table.digits,
-                    "hours": hours,
-                    "pairs": of_part,
-                }
-            )
-    return records
+    claim, table = verdict.claim, verdict.table
+    terms = [  # of each part, by seed
+        [shares.terms(pair) for pair in shares.pairs(table, *claim.sides(part.level)).values()]
+        for part in verdict.parts
+    ]
+    hours = _hours(shares, {key for of_part in terms for pair in of_part for _, key, *_ in pair})
+    return [
+        {
+            "text": claim.text,
+            "part": part.level,
+            "verdict": verdict.state,  # of all parts together, as are the hours
+            "registered": verdict.registered or "exploratory",
+            "tie": claim.tie,
+            "margin": verdict.margin,
+            "shown": part.difference.words(table.digits),
+            "effect": part.difference.mean,
+            "half": part.difference.half,
+            "p": part.difference.p,  # before every correction
+            "published": published_difference(shares, verdict, part.level),
+            "digits": table.digits,
+            "hours": hours,
+            "pairs": of_part,
+        }
+        for part, of_part in zip(verdict.parts, terms, strict=True)
+    ]
 
 
 def _hours(results: Results, keys: set[str]) -> float:
