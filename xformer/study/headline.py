@@ -110,11 +110,11 @@ def _dots(
 def _metric(table: ScoreTable, columns: Sequence[str]) -> str:
     """The first column's metric and split, and if there are others, which column it is."""
     first, *others = columns
-    whole = table.metric_of(first)
+    split, metric = table.source_of(first)
     if table.columns == METRIC:
-        return f"{first} on {table.split_of(whole)}"
+        return f"{first} on {split}"
     column = f", {table.columns} {first}" if others else ""
-    return f"{whole.rpartition('.')[2]} on {table.split_of(whole)}{column}"
+    return f"{metric} on {split}{column}"
 
 
 def lines(results: Results, headline: Headline, verdicts: Sequence[Verdict]) -> Iterator[str]:

@@ -288,7 +288,7 @@ class Plan:
         directions = {}
         for job in self.runs(table.stage, table.where):
             for column in self.study.columns_of(table, job.levels):
-                metric = table.metric_of(column).rpartition(".")[2]
+                _, metric = table.source_of(column)
                 if metric in (known := _scores(job)):
                     directions[column] = known[metric]
         return directions

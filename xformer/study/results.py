@@ -231,12 +231,12 @@ class Results:
 
     def _score(self, job: Job, table: ScoreTable, column: str) -> Any:
         """A run's score in a column of a table, in its units; None if the run is not finished."""
-        named, _, metric = table.metric_of(column).rpartition(".")
+        whole, metric = table.source_of(column)
         splits = self.metrics.get(job.key)
         if splits is None:
             return None
         scores = []
-        for split in (named or table.split).split("+"):
+        for split in whole.split("+"):
             if metric not in splits.get(split, {}):
                 known = ", ".join(f"{s}.{m}" for s, values in splits.items() for m in values)
                 raise BadInput(
@@ -249,9 +249,9 @@ class Results:
     def _error(self, job: Job, table: ScoreTable, column: str, chance: float) -> float:
         """How far above chance a score still counts as at chance: by rounding, or for an accuracy
         by 1.64 standard errors if its predictions are kept."""
-        whole = table.metric_of(column)
-        path = job.path / FOLDER / f"{table.split_of(whole)}.npz"
-        if whole.rpartition(".")[2] != "accuracy" or not path.is_file():
+        split, metric = table.source_of(column)
+        path = job.path / FOLDER / f"{split}.npz"
+        if metric != "accuracy" or not path.is_file():
             return ROUNDING
         if path not in self._examples:
             predictions = read(path)
@@ -332,8 +332,8 @@ class Results:
         if table.best == "none":
             return None
         scores = [run.value for run in runs if run.value is not None]
-        split, _, metric = table.metric_of(column).rpartition(".")
-        if table.best == "epoch" and (split or table.split) == "valid":
+        split, metric = table.source_of(column)
+        if table.best == "epoch" and split == "valid":
             for run in runs:
                 every = events(run.job.path, "validation")
                 validations = [float(event[metric]) for event in every if metric in event]

@@ -227,6 +227,11 @@ class ScoreTable(Shown):
         """The split of one of its metrics, such as "valid" or "valid+valid_mismatched"."""
         return metric.rpartition(".")[0] or self.split
 
+    def source_of(self, column: str) -> tuple[str, str]:
+        """Split and name of the metric of a column: ("valid+valid_mismatched", "accuracy")."""
+        metric = self.metric_of(column)
+        return self.split_of(metric), metric.rpartition(".")[2]
+
     @property
     def place(self) -> str:
         """The split of all its metrics; "" if they have several."""
