@@ -14,6 +14,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 import pytest
@@ -530,6 +531,19 @@ def test_sentence_transformers_loads_an_exported_directory(
 
 KINDS = ["wordpiece", "cased", "bpe", "unigram", "albert", "accents", "xlm", "camembert"]
 KINDS += ["symbols", "separated"]
+# written so that a table of NFKC must be read as SentencePiece reads it
+COMPOSED = [
+    "\uff83\uff9a\uff8b\uff9e\u3068 \uff8a\uff9f\uff9d",  # half-width kana, voicing marks apart
+    normalize("NFD", "\u30ac\u30fc\u30eb\u30ba \u30d4\u30a2\u30ce\u304c"),  # kana
+    normalize("NFD", "\ud55c\uae00 \ubd84\ud574"),  # Hangul
+    "\ub124\u3133 \u314b\u314b\u314f",  # letters of Hangul after a syllable, and before a vowel
+    normalize("NFD", "Vi\u1ec7t qu\u1ed1c \u1eabn"),  # two accents
+    "qu\xf4\u0301c Vi\xea\u0323t",  # Vietnamese as Windows writes it, which stays apart
+    "\u0627\u0644\u0644\u0651\u064f\u063a\u064e",  # Arabic marks in an order that NFC would change
+    "\u0628\u0651\u0650 \u0622 \u0627\u0653",
+    "\u05d1\u05bc\u05b0\u05e8\u05b5\u05d0\u05e9\u05c1\u05b4",  # Hebrew
+    "\u0e19\u0e49\u0e33 \u0915\u093c\u0930",  # Thai, Devanagari
+]
 
 
 @pytest.mark.parametrize("segments", [True, False])
@@ -560,6 +574,18 @@ def test_transformers_gives_the_same_ids(
     assert len(theirs) == len(ours)
     again = published.import_tokenizer(tmp_path)
     assert again.fingerprint == ours.fingerprint
+
+
+def test_a_unigram_of_ours_composes_letters_in_transformers_too(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    # every letter and mark is known, so that a wrong one changes the ids
+    corpus = [" ".join(normalize(form, text)) for form in ("NFKC", "NFKD") for text in COMPOSED]
+    ours = vocabularies.learn("unigram", [*COMPOSED, *corpus], 110)
+    published.export_tokenizer(ours, tmp_path, 37)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = [ids.tolist() for ids in ours.encode_batch(COMPOSED)]
+    assert not any(ours.special["unk"] in ids for ids in expected)
+    assert theirs(COMPOSED, add_special_tokens=False)["input_ids"] == expected
 
 
 def general(source: Path) -> None:

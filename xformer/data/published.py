@@ -31,8 +31,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unicodedata import category, normalize
 
 from xformer.data import tokenizers, vocabularies
 from xformer.data.errors import BadInput, Failure
@@ -93,6 +95,7 @@ BPE = {
 UNIGRAM = {"unk_id": 1, "byte_fallback": False}
 XLM = {"unk_id": 3, "byte_fallback": False}
 SPACE = r"[\s\x1c-\x1f]+"  # white space as Python defines it
+WALL = "\ufdd0"  # keeps two characters apart; Unicode reserves it for such uses within programs
 
 
 @dataclass(frozen=True)
@@ -719,7 +722,7 @@ def _fast_form(tokenizer: Tokenizer) -> Any:
 
 
 def _fast_unigram(proto: bytes) -> Any:
-    """A SentencePiece unigram, with the same normalisation steps as in `transformers`."""
+    """A SentencePiece unigram. It gives the same ids, with the exceptions in export.md."""
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Fast
 
@@ -727,9 +730,11 @@ def _fast_unigram(proto: bytes) -> Any:
     model.ParseFromString(proto)
     pieces = [(piece.piece, piece.score) for piece in model.pieces]
     fast = Fast(models.Unigram(pieces, unk_id=model.trainer_spec.unk_id, byte_fallback=False))
+    table = normalizers.Precompiled(model.normalizer_spec.precompiled_charsmap)
+    composes = "nfkc" in model.normalizer_spec.name
     fast.normalizer = normalizers.Sequence(
         [
-            normalizers.Precompiled(model.normalizer_spec.precompiled_charsmap),
+            *(_longest_match(table) if composes else [table]),
             normalizers.Strip(),
             normalizers.Replace(Regex(" {2,}"), " "),
         ]
@@ -737,3 +742,32 @@ def _fast_unigram(proto: bytes) -> Any:
     fast.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
     fast.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
     return fast
+
+
+def _longest_match(table: Any) -> list[Any]:
+    """Steps that normalise as SentencePiece does with a table of NFKC.
+
+    SentencePiece replaces the longest sequence of characters that the table has. Precompiled
+    replaces one character or one short cluster: it does not compose kana and Hangul, and it drops a
+    second accent. Here the table replaces single characters, and NFC composes them. NFC alone would
+    compose and reorder more than the table does. So a wall is put before every mark, and NFC
+    finds it gone only between a letter and its first mark, and between marks that belong together.
+    """
+    from tokenizers import Regex, normalizers
+
+    characters = map(chr, range(0x12000))  # no character beyond is composed
+    composed = [c for c in characters if normalize("NFC", c) == c != normalize("NFD", c)]
+    pairs = sorted({pair for c in composed for pair in pairwise(normalize("NFD", c))})
+    letters = "가-힣" + "".join(c for c in composed if not "가" <= c <= "힣")
+    # before a mark or joiner; between a syllable of Hangul and a letter that would end it. There is
+    # none at the start of a text, because the library's NFC fails on a character inserted there.
+    walls = r"(?<=.)(?=[\p{M}ﾞﾟ\u200c\u200d])|(?<=[가-힣])(?=[ᆨ-ᇂㄱ-ㅎﾡ-ﾾ])"
+    passed = [f"(?<={a}){WALL}(?={b})" for a, b in pairs if category(a).startswith("M")]
+    passed.append(rf"(?<![{letters}\p{{M}}]){WALL}")
+    return [
+        normalizers.Replace(Regex(walls), WALL),
+        table,
+        normalizers.Replace(Regex("|".join(passed)), ""),
+        normalizers.NFC(),
+        normalizers.Replace(WALL, ""),
+    ]
