@@ -588,6 +588,30 @@ def test_a_unigram_of_ours_composes_letters_in_transformers_too(tmp_path: Path) 
     assert theirs(COMPOSED, add_special_tokens=False)["input_ids"] == expected
 
 
+@pytest.mark.parametrize("prefix_space", [True, False])
+def test_an_nfc_beside_roberta_s_special_tokens_is_exported(
+    prefix_space: bool, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    learned = vocabularies.learn("bpe", ["\u304c\u304e \xe9\xe8"] * 3, 280)
+    rules = learned.rules
+    merges = [tuple(pair) for pair in rules["model"]["merges"]]
+    ours = vocabularies.byte_bpe(rules["model"]["vocab"], merges, prefix_space, composed=True)
+    published.export_tokenizer(ours, tmp_path, 37, segments=False)
+    write_json(tmp_path / "config.json", {"model_type": "roberta"})
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    decomposed = normalize("NFD", "\u304c\u304e")
+    a, b = (ids.tolist() for ids in ours.encode_batch([decomposed, "e\u0301"]))
+    assert a == ours.encode_batch(["\u304c\u304e"])[0].tolist()
+    cls, sep = ours.special["cls"], ours.special["sep"]
+    assert theirs(decomposed, "e\u0301")["input_ids"] == [cls, *a, sep, sep, *b, sep]
+    assert theirs.model_input_names == ["input_ids", "attention_mask"]
+    assert {role: getattr(theirs, f"{role}_token_id") for role in ours.special} == ours.special
+    masked = theirs(f"e {theirs.mask_token}", add_special_tokens=False)["input_ids"]
+    assert masked == [*ours.encode_batch(["e"])[0].tolist(), ours.special["mask"]]
+    assert published.import_tokenizer(tmp_path).fingerprint == ours.fingerprint
+
+
 def general(source: Path) -> None:
     """Save a BERT's tokenizer under the general class, which gives no segments."""
     transformers = pytest.importorskip("transformers")

@@ -676,10 +676,11 @@ def _transformers_class(tokenizer: Tokenizer, segments: bool) -> str:
     class, which reads all rules from tokenizer.json."""
     if tokenizer.kind == "wordpiece":
         return "BertTokenizer"
-    if tokenizer.kind == "bpe" and tokenizer.pair_separators == 1:  # ModernBERT
-        return "PreTrainedTokenizerFast"
-    if tokenizer.kind == "bpe" and not segments:  # RoBERTa's class gives every token the segment 0
-        return "RobertaTokenizer"
+    if tokenizer.kind == "bpe":
+        # RoBERTa's class gives every token the segment 0, and drops NFC
+        general = segments or tokenizer.rules["normalizer"] is not None
+        modern = tokenizer.pair_separators == 1
+        return "PreTrainedTokenizerFast" if general or modern else "RobertaTokenizer"
     if tokenizer.form:
         return "PreTrainedTokenizerFast" if segments else UNIGRAM_CLASSES[tokenizer.form]
     return "AlbertTokenizer" if "normalisation" in tokenizer.meta else "PreTrainedTokenizerFast"
