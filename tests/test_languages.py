@@ -15,6 +15,7 @@ from xformer import checkpoint
 from xformer.checkpoint import Checkpoint
 from xformer.data.errors import BadInput
 from xformer.data.store import UNSEEN, open_store
+from xformer.data.tokenizers import load_tokenizer
 from xformer.preprocess.tasks import predict
 from xformer.preprocess.tasks.tables import RowTable
 from xformer.tasks.tag import entity_f1
@@ -262,3 +263,129 @@ def test_names_of_files_that_are_not_utf8(tmp_path: Path, preprocess: Any) -> No
     (folder / "a.mid").write_bytes(b"MThd")
     with pytest.raises(BadInput, match=r"the file name 'Fr\\udce9d\\udce9ric/a.mid' is not UTF-8"):
         preprocess("task", "music/maestro", "--input", tmp_path, "--output", tmp_path / "s")
+
+
+# ------------------------------------------------------------------- what a tokenizer deletes
+
+
+HINDI = "नमस्ते दुनिया मैं हिन्दी सीख रहा हूँ बच्चे स्कूल जाते हैं"
+VIETNAMESE = "Mọi người sinh ra đều được tự do và bình đẳng về nhân phẩm"
+RUSSIAN = "Каждый имеет право на жизнь, на свободу и на личную неприкосновенность"
+GERMAN = "Die Würde des Menschen ist unantastbar, sie zu achten ist Verpflichtung für alle Gewalt"
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        (HINDI, "31.9 %"),
+        ("น้ำ ท่วม ใหญ่ ปู่ ป่า ป้า ปา", "31.8 %"),
+        (VIETNAMESE, "44.4 %"),
+        (f"{'the words of English are in most lines of it ' * 9}{HINDI}", "4.14 %"),
+        ("It is a café in English, and not the only one of them", ""),
+        (GERMAN, ""),
+        ("Die Wu\u0308rde des Menschen ist unantastbar, sie zu achten ist Pflicht", ""),
+        (RUSSIAN, ""),
+    ],
+    ids=["hi", "th", "vi", "en and hi", "en", "de", "de decomposed", "ru"],
+)
+def test_letters_that_a_new_tokenizer_deletes_are_told(
+    text: str,
+    share: str,
+    tmp_path: Path,
+    preprocess: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An uncased WordPiece deletes vowel signs and tone marks. Accents are told if there are many,
+    so German and Russian are not."""
+    (tmp_path / "t.txt").write_text(f"{text}\n" * 20, encoding="utf-8")
+    line = ["tokenizer", "--kind", "wordpiece", "--input", tmp_path / "t.txt"]
+    line += ["--vocab-size", "400", "--output"]
+    preprocess(*line, tmp_path / "t")
+    said = capsys.readouterr().err
+    assert (f"note: {share} of the text's characters are deleted" in said) == bool(share)
+    assert ("; --keep-accents keeps them, and --cased" in said) == bool(share)
+    for option in ("--keep-accents", "--cased"):
+        preprocess(*line, tmp_path / option, option)
+        assert capsys.readouterr().err == ""
+        tokenizer = load_tokenizer(tmp_path / option)
+        kept = text.lower() if option == "--keep-accents" else text
+        decoded = tokenizer.decode(tokenizer.encode_batch([text])[0])
+        assert decoded.replace(" ", "") == kept.replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("more", "option", "told"),
+    [
+        ([], "", "(texts lose their accents, so pieces with accents or vowel signs (2) are never"),
+        ([], "--cased", ""),
+        ([], "--keep-accents", ""),
+        (
+            ["Café"],
+            "",
+            "(texts are lower-cased and lose their accents, so pieces with capitals (1) and with "
+            "accents or vowel signs (3) are never used; see --cased)",
+        ),
+    ],
+)
+def test_pieces_whose_accents_are_deleted_are_told(
+    more: list[str],
+    option: str,
+    told: str,
+    tmp_path: Path,
+    preprocess: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "हिन्दी", "##é", "a", *more]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    line = ["tokenizer", "--from", tmp_path / "vocab.txt", "--output", tmp_path / "t"]
+    preprocess(*line, *filter(None, [option]))
+    said = capsys.readouterr().out
+    assert told in said
+    assert ("never used" in said) == bool(told)
+    ids = load_tokenizer(tmp_path / "t").encode_batch(["हिन्दी aé"])[0]
+    assert ids.tolist() == ([5, 7, 6] if option else [1, 1])
+
+
+def test_a_published_option_is_not_overruled(tmp_path: Path, preprocess: Any) -> None:
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "é"]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text('{"strip_accents": true}')
+    line = ["tokenizer", "--from", tmp_path / "vocab.txt", "--keep-accents"]
+    with pytest.raises(BadInput, match="strip_accents is true in the files next to it; leave out"):
+        preprocess(*line, "--output", tmp_path / "t")
+
+
+def test_a_sentencepiece_model_keeps_its_letters(tmp_path: Path, preprocess: Any) -> None:
+    """A model of one's own has the ids of SentencePiece with --cased. ALBERT's rules, which strip
+    accents, apply without an option, and if its files say how they treat capitals."""
+    preprocess(
+        *("tokenizer", "--kind", "unigram", "--vocab-size", 39, "--output", tmp_path / "own"),
+        *("--input", _written(tmp_path / "t.txt", f"{HINDI} Café über\n" * 20)),
+    )
+    own = load_tokenizer(tmp_path / "own")
+    texts = [HINDI, "Café über"]
+    ids = [part.tolist() for part in own.encode_batch(texts)]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "spiece.model").write_bytes((tmp_path / "own/spiece.model").read_bytes())
+
+    def imported(*options: str) -> list[list[int]]:
+        line = ["tokenizer", "--from", folder, "--output", tmp_path / "t", "--overwrite"]
+        preprocess(*line, *options)
+        return [part.tolist() for part in load_tokenizer(tmp_path / "t").encode_batch(texts)]
+
+    assert imported("--cased") == ids
+    assert imported("--keep-accents")[0] == ids[0]
+    assert imported("--keep-accents")[1] != ids[1]  # lower-cased
+    assert imported()[0] != ids[0]
+    (folder / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    assert imported("--cased")[0] != ids[0]
+    assert imported("--keep-accents") == ids
+    (folder / "tokenizer_config.json").write_text('{"keep_accents": false}')
+    with pytest.raises(BadInput, match="keep_accents is false in the files next to it; leave out"):
+        imported("--keep-accents")
+
+
+def _written(file: Path, text: str) -> Path:
+    file.write_text(text, encoding="utf-8")
+    return file

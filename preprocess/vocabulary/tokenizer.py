@@ -22,30 +22,38 @@ from ..arguments import add_output, add_skip_lines
 from ..bad import BadRows
 from ..corpora import inputs
 from ..corpora.documents import TextOptions, read_documents
+from .characters import CharacterCounts, deleted, marks
 
 WORDS = "words"  # a kind of tokenizer that is saved as one of symbols
 
 
 def learn(
-    kind: str, paths: list[Path], vocab_size: int, lowercase: bool, options: TextOptions
+    kind: str,
+    paths: list[Path],
+    vocab_size: int,
+    lowercase: bool,
+    options: TextOptions,
+    keep_accents: bool = False,
 ) -> tokenizers.Tokenizer:
     """Train a tokenizer with `vocab_size` pieces on the files' documents, read as a stream.
+    `lowercase` also strips accents, unless `keep_accents` is set.
 
     Raises BadInput if a file cannot be read, if there is no text, or if the text does not allow
     that many pieces.
     """
     total = sum(path.stat().st_size for path in paths)
-    characters: set[str] = set()
+    characters = CharacterCounts()
     if kind == "wordpiece":  # without the characters, the trainer breaks ties at random
         with Progress("looking for characters", total, "B") as bar:
             for text, _ in read_documents(paths, options, bar.advance):
-                characters.update(text)
+                characters.add(text)
+    known = [character for character, _ in characters.items()]
 
     counts: Counter[str] = Counter()  # of words
 
     def learned(texts: Iterator[str]) -> tokenizers.Tokenizer:
         if kind != WORDS:
-            return vocabularies.learn(kind, texts, vocab_size, lowercase, characters)
+            return vocabularies.learn(kind, texts, vocab_size, lowercase, known, keep_accents)
         for text in texts:
             counts.update(text.split())
         return vocabularies.words(counts, vocab_size)
@@ -54,6 +62,8 @@ def learn(
         tokenizer = _Training(learned, paths, options, bar).result()
     if kind == WORDS:
         _say_unknown(counts, tokenizer)
+    if kind == "wordpiece" and lowercase and not keep_accents and (note := deleted(characters)):
+        say(note, error=True)
     return tokenizer
 
 
@@ -168,9 +178,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cased",
         action="store_true",
         help="Keep upper case and accents with --kind wordpiece (default: lower-case the text and "
-        "strip accents; other kinds keep both). With --from, this is for BERT's and ALBERT's "
-        "vocabularies without a tokenizer_config.json or tokenizer.json that gives "
-        "do_lower_case. ALBERT always strips accents.",
+        "strip accents; other kinds keep both). With --from, this is for the vocabularies of BERT "
+        "and SentencePiece without a tokenizer_config.json or tokenizer.json that gives "
+        "do_lower_case.",
+    )
+    add(
+        "--keep-accents",
+        action="store_true",
+        help="Keep accents, but not upper case. Accents include the vowel signs of Hindi, the tone "
+        "marks of Thai and the voicing marks of Japanese (default: strip them, unless --cased is "
+        "given). With --from, this is for files beside which nothing gives strip_accents or "
+        "keep_accents.",
     )
     add(
         "--alphabet",
@@ -197,7 +215,9 @@ def run(arguments: argparse.Namespace) -> None:
                     f"--{option.replace('_', '-')} is for training a tokenizer and --from imports "
                     "one; give one of them"
                 )
-        tokenizer = published.import_tokenizer(arguments.source, arguments.cased)
+        tokenizer = published.import_tokenizer(
+            arguments.source, arguments.cased, arguments.keep_accents
+        )
         note = _unreachable(tokenizer)
     elif kind is None and arguments.alphabet is None:
         raise BadInput(
@@ -228,7 +248,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
         most = arguments.vocab_size or MAX_PIECES
         with bad:
-            tokenizer = learn(kind, files, most, not arguments.cased, options)
+            lowercase, accents = not arguments.cased, arguments.keep_accents
+            tokenizer = learn(kind, files, most, lowercase, options, accents)
         if kind != "symbols" and len(tokenizer) < (arguments.vocab_size or 0):
             note = " (the text yields no more)"
     with atomic_directory(output, arguments.overwrite) as directory:
@@ -239,17 +260,31 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _unreachable(tokenizer: tokenizers.Tokenizer) -> str:
-    """A remark if a vocabulary with upper case is imported to encode lower-cased text."""
+    """A remark if a vocabulary with upper case or accents is imported, but texts are lower-cased or
+    lose their accents."""
+    capitals = _never_used(tokenizer, re.compile("[A-Z]").search)
+    # in a byte-level BPE, the letter Ġ stands for a space
+    accents = 0 if tokenizer.kind == "bpe" else _never_used(tokenizer, marks)
+    if not capitals and not accents:
+        return ""
+    what = ["are lower-cased"] * bool(capitals) + ["lose their accents"] * bool(accents)
+    pieces = [f"with capitals ({capitals:,})"] * bool(capitals)
+    pieces += [f"with accents or vowel signs ({accents:,})"] * bool(accents)
+    option = "--cased" if capitals else "--keep-accents"
+    return (
+        f" (texts {' and '.join(what)}, so pieces {' and '.join(pieces)} are never used; "
+        f"see {option})"
+    )
+
+
+def _never_used(tokenizer: tokenizers.Tokenizer, holds: Callable[[str], object]) -> int:
+    """The number of pieces for which `holds` is true, if they are 1 % of the vocabulary and the
+    text of none is encoded to one of them; else 0."""
     special = set(tokenizer.special.values())
-    capitals = {
+    chosen = {
         i: piece.strip("#▁")
         for i, piece in enumerate(tokenizer.pieces)
-        if re.search("[A-Z]", piece) and i not in special
+        if holds(piece) and i not in special
     }
-    used = {i for ids in tokenizer.encode_batch([*capitals.values()]) for i in ids.tolist()}
-    if len(capitals) < 0.01 * len(tokenizer) or used & set(capitals):
-        return ""
-    return (
-        f" (texts are lower-cased, so pieces with capitals ({len(capitals):,}) are never used; "
-        "see --cased)"
-    )
+    used = {i for ids in tokenizer.encode_batch([*chosen.values()]) for i in ids.tolist()}
+    return 0 if len(chosen) < 0.01 * len(tokenizer) or used & set(chosen) else len(chosen)

@@ -106,6 +106,7 @@ class _Source:
     form: str
     stem: str
     cased: bool
+    keep_accents: bool
 
     def beside(self, name: str) -> Path:
         """The path of a companion file."""
@@ -216,19 +217,31 @@ class _Source:
             )
         return not self.cased if option is None else option
 
+    def check_accents(self, option: str, strips: bool) -> None:
+        """Raise BadInput if the files strip accents by an option, but the user keeps them."""
+        if strips and self.keep_accents:
+            value = str(self.options[option]).lower()
+            raise BadInput(
+                f"{self.file}: {option} is {value} in the files next to it; leave out "
+                "--keep-accents"
+            )
 
-def import_tokenizer(path: str | Path, cased: bool = False) -> Tokenizer:
+
+def import_tokenizer(
+    path: str | Path, cased: bool = False, keep_accents: bool = False
+) -> Tokenizer:
     """The tokenizer in a directory, or in a file in one of the FORMS.
 
     Files may share a prefix, as `gpt2.vocab.json` and `gpt2.merges.txt` do. `cased` keeps upper
-    case, unless the files say otherwise. A GPT-2 vocabulary lacks RoBERTa's special tokens, so they
-    are added at its end: <s>, <pad>, </s>, <unk>, <mask>.
+    case and accents, and `keep_accents` keeps accents only, unless the files say otherwise. A GPT-2
+    vocabulary lacks RoBERTa's special tokens, so they are added at its end: <s>, <pad>, </s>,
+    <unk>, <mask>.
 
     Raises BadInput if a file is missing or is not a vocabulary, if special tokens are missing, if a
     piece occurs twice, if an id is missing, if merges do not fit the vocabulary, or if the rules
     are not those of BERT, RoBERTa, ALBERT, XLM-RoBERTa, CamemBERT, ModernBERT or ESM-2.
     """
-    source = _source(Path(path), cased)
+    source = _source(Path(path), cased, keep_accents)
     readers = {
         "tokenizer.json": _tokenizer_json,
         "vocab.txt": _vocab_txt,
@@ -249,13 +262,13 @@ def import_tokenizer(path: str | Path, cased: bool = False) -> Tokenizer:
     return tokenizer
 
 
-def _source(path: Path, cased: bool) -> _Source:
+def _source(path: Path, cased: bool, keep_accents: bool) -> _Source:
     if (path / tokenizers.META).is_file():
         raise BadInput(f"{path} is a tokenizer already; use it without importing it")
     if path.is_dir():
         for form in FORMS:
             if (path / form).is_file():
-                return _Source(path / form, form, f"{path}/", cased)
+                return _Source(path / form, form, f"{path}/", cased, keep_accents)
         raise BadInput(
             f"{path} must contain tokenizer.json, vocab.txt, spiece.model, or vocab.json together "
             "with merges.txt; give a directory that contains one of these"
@@ -264,13 +277,13 @@ def _source(path: Path, cased: bool) -> _Source:
         raise BadInput(f"{path} does not exist")
     stem = str(path).removesuffix("merges.txt")
     if stem != str(path):
-        return _Source(Path(f"{stem}vocab.json"), "vocab.json", stem, cased)
+        return _Source(Path(f"{stem}vocab.json"), "vocab.json", stem, cased, keep_accents)
     for form in FORMS:
         if path.name.endswith(form):
-            return _Source(path, form, str(path).removesuffix(form), cased)
+            return _Source(path, form, str(path).removesuffix(form), cased, keep_accents)
     for form in ("tokenizer.json", "vocab.txt", "spiece.model"):
         if path.suffix == Path(form).suffix:  # a file of another name has no companions
-            return _Source(path, form, f"{path}.", cased)
+            return _Source(path, form, f"{path}.", cased, keep_accents)
     raise BadInput(
         f"{path} is not a vocabulary: give a .txt, a .json or a .model, or a directory with one"
     )
@@ -503,6 +516,9 @@ def _added_words(source: _Source, vocabulary: dict[str, int]) -> list[Any]:
 
 def _wordpiece(source: _Source, vocabulary: dict[str, int]) -> Tokenizer:
     lowercase, accents = source.lowercase(), source.options.get("strip_accents")
+    source.check_accents("strip_accents", accents is True)
+    if source.keep_accents and lowercase:
+        accents = False
     chinese = source.options.get("tokenize_chinese_chars") is not False
     added = _added_words(source, vocabulary)
     with _naming(source.file):
@@ -543,7 +559,11 @@ def _albert(
             raise BadInput(f"{source.file}: the added token {piece!r} is not in the vocabulary")
     if len(known) != len(scores):
         raise BadInput(f"{source.file} holds a piece twice; remove one of them")
-    lowercase, accents = source.lowercase(), source.options.get("keep_accents") or False
+    lowercase, accents = source.lowercase(), source.options.get("keep_accents")
+    source.check_accents("keep_accents", accents is False)
+    if accents is None:  # as in transformers, files that say only do_lower_case strip accents
+        cased = source.cased and source.options.get("do_lower_case") is None
+        accents = source.keep_accents or cased
     with _naming(source.file):
         return vocabularies.albert(scores, charsmap, controls, symbols, lowercase, accents)
 

@@ -233,14 +233,16 @@ def learn(
     vocab_size: int,
     lowercase: bool = True,
     characters: Iterable[str] | None = None,
+    keep_accents: bool = False,
 ) -> Tokenizer:
     """Learn a vocabulary of `vocab_size` pieces, special tokens included, from texts.
 
     `kind` is wordpiece, bpe, unigram or symbols (all characters of the texts, at most
-    `vocab_size`). `lowercase` applies to WordPiece only. WordPiece and BPE learn fewer pieces if
-    the texts do not contain enough. `characters` are all characters of the texts: if they are
-    given, WordPiece learns the same pieces every time; otherwise it breaks ties at random. Raises
-    BadInput if `vocab_size` is too small for the characters, or too large for unigram to reach.
+    `vocab_size`). `lowercase` applies to WordPiece only. It also strips accents, unless
+    `keep_accents` is set. WordPiece and BPE learn fewer pieces if the texts do not contain enough.
+    `characters` are all characters of the texts: if they are given, WordPiece learns the same
+    pieces every time; otherwise it breaks ties at random. Raises BadInput if `vocab_size` is too
+    small for the characters, or too large for unigram to reach.
     """
     if vocab_size <= len(BERT_SPECIAL):
         raise BadInput(
@@ -252,7 +254,7 @@ def learn(
     if kind == "unigram":
         return _train_unigram(texts, vocab_size)
     if kind == "wordpiece":
-        return _train_wordpiece(texts, vocab_size, lowercase, characters or ())
+        return _train_wordpiece(texts, vocab_size, lowercase, characters or (), keep_accents)
     if kind == "bpe":
         return _train_bpe(texts, vocab_size)
     raise BadInput(f"unknown kind {kind!r}: give one of {', '.join(KINDS)}")
@@ -272,12 +274,19 @@ def _train_symbols(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _train_wordpiece(
-    texts: Iterable[str], vocab_size: int, lowercase: bool, characters: Iterable[str]
+    texts: Iterable[str],
+    vocab_size: int,
+    lowercase: bool,
+    characters: Iterable[str],
+    keep_accents: bool,
 ) -> Tokenizer:
     from tokenizers import trainers
 
+    strip_accents = False if lowercase and keep_accents else None  # None: if it lower-cases
+
     # train on text that is normalised and split as in `wordpiece`
-    rules = wordpiece(dict(zip(BERT_SPECIAL.values(), range(5), strict=True)), lowercase)._model
+    first = dict(zip(BERT_SPECIAL.values(), range(5), strict=True))
+    rules = wordpiece(first, lowercase, strip_accents)._model
     # The trainer numbers pieces in the order of a hash map, and breaks ties by these numbers.
     # Special tokens are numbered first and in order, so pieces inside words are made special.
     special = [*BERT_SPECIAL.values(), *_continuations(rules, characters)]
@@ -287,7 +296,7 @@ def _train_wordpiece(
             vocab_size=vocab_size, special_tokens=special, show_progress=False
         ),
     )
-    return wordpiece(_ids(rules, vocab_size), lowercase)
+    return wordpiece(_ids(rules, vocab_size), lowercase, strip_accents)
 
 
 def _train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
