@@ -44,6 +44,17 @@ def fraction(text: str) -> float:
     return value
 
 
+def coverage(text: str) -> float:
+    """An argument type: a share of the characters of a text, as SentencePiece takes it."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0.98 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0.98 and 1")
+    return value
+
+
 def part_number(text: str) -> tuple[int, int]:
     """An argument type: the number of a part and how many there are, such as 3/16."""
     first, _, second = text.partition("/")

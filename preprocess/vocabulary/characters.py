@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from xformer.data.tokenizers import Tokenizer
+
 # A line says if a tokenizer deletes more than these shares of a text. Signs are the vowel signs of
 # Hindi (20 to 25 % of the text), the tone marks of Thai (18 %) and the voicing marks of Japanese
 # (7 %): without them words cannot be told apart, so the limit is low, and a text that is Hindi in
@@ -16,6 +18,7 @@ import numpy as np
 # (40 %).
 SIGNS = 0.01
 ACCENTS = 0.05
+SHOWN = 8  # characters that a line names
 
 
 class CharacterCounts:
@@ -64,4 +67,22 @@ def deleted(counts: CharacterCounts) -> str:
         f"note: {100 * (signs + accents) / visible:.3g} % of the text's characters are deleted: "
         "accents, vowel signs, tone marks and voicing marks; --keep-accents keeps them, and "
         "--cased keeps upper case, too"
+    )
+
+
+def left_out(counts: CharacterCounts, tokenizer: Tokenizer, coverage: float | None) -> str:
+    """A note if a tokenizer does not know some characters of its own training text, else ""."""
+    visible = {c: count for c, count in counts.items() if not c.isspace()}
+    ids = tokenizer.encode_batch([*visible])
+    unknown = tokenizer.special["unk"]
+    lost = [c for c, of_c in zip(visible, ids, strict=True) if unknown in of_c]
+    if not lost:
+        return ""
+    share = sum(visible[c] for c in lost) / sum(visible.values())
+    first = " ".join(sorted(lost, key=lambda c: -visible[c])[:SHOWN])
+    option = "" if coverage == 1 else "; --character-coverage 1 keeps all"
+    return (
+        f"note: {len(lost):,} of the text's {len(visible):,} different characters are left out "
+        f"({100 * share:.3g} % of the text becomes {tokenizer.pieces[unknown]}), such as "
+        f"{first}{option}"
     )

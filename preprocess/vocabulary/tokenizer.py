@@ -18,11 +18,11 @@ from xformer.data.files import atomic_directory, what_is
 from xformer.data.outputs import check_directory
 from xformer.data.store import MAX_PIECES
 
-from ..arguments import add_output, add_skip_lines
+from ..arguments import add_output, add_skip_lines, coverage
 from ..bad import BadRows
 from ..corpora import inputs
 from ..corpora.documents import TextOptions, read_documents
-from .characters import CharacterCounts, deleted, marks
+from .characters import CharacterCounts, deleted, left_out, marks
 
 WORDS = "words"  # a kind of tokenizer that is saved as one of symbols
 
@@ -34,9 +34,10 @@ def learn(
     lowercase: bool,
     options: TextOptions,
     keep_accents: bool = False,
+    coverage: float | None = None,
 ) -> tokenizers.Tokenizer:
-    """Train a tokenizer with `vocab_size` pieces on the files' documents, read as a stream.
-    `lowercase` also strips accents, unless `keep_accents` is set.
+    """Train a tokenizer with `vocab_size` pieces on the files' documents, read as a stream. For
+    `lowercase`, `keep_accents` and `coverage` see `vocabularies.learn`.
 
     Raises BadInput if a file cannot be read, if there is no text, or if the text does not allow
     that many pieces.
@@ -52,8 +53,12 @@ def learn(
     counts: Counter[str] = Counter()  # of words
 
     def learned(texts: Iterator[str]) -> tokenizers.Tokenizer:
+        if kind == "unigram":
+            texts = _counted(texts, characters)
         if kind != WORDS:
-            return vocabularies.learn(kind, texts, vocab_size, lowercase, known, keep_accents)
+            return vocabularies.learn(
+                kind, texts, vocab_size, lowercase, known, keep_accents, coverage
+            )
         for text in texts:
             counts.update(text.split())
         return vocabularies.words(counts, vocab_size)
@@ -64,7 +69,16 @@ def learn(
         _say_unknown(counts, tokenizer)
     if kind == "wordpiece" and lowercase and not keep_accents and (note := deleted(characters)):
         say(note, error=True)
+    if kind == "unigram" and (note := left_out(characters, tokenizer, coverage)):
+        say(note, error=True)
     return tokenizer
+
+
+def _counted(texts: Iterator[str], characters: CharacterCounts) -> Iterator[str]:
+    """Yield the texts unchanged, and count their characters."""
+    for text in texts:
+        characters.add(text)
+        yield text
 
 
 def _say_unknown(counts: Counter[str], tokenizer: tokenizers.Tokenizer) -> None:
@@ -191,6 +205,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "keep_accents.",
     )
     add(
+        "--character-coverage",
+        type=coverage,
+        metavar="SHARE",
+        help="The share of the text whose characters --kind unigram keeps. The rarest characters "
+        "are left out and become <unk>, and a line says how many (default: 0.9995, as in "
+        "SentencePiece; 1 keeps all; at least 0.98).",
+    )
+    add(
         "--alphabet",
         metavar="LETTERS",
         help="The letters of a symbols tokenizer, in the order of their ids, such as ACGT. "
@@ -208,6 +230,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise BadInput(f"{output} is {what}, so it is not overwritten; give another output")
     started = time.monotonic()
     note = ""
+    if arguments.character_coverage is not None and kind != "unigram":
+        raise BadInput("--character-coverage goes with --kind unigram; leave it out")
     if arguments.source is not None:
         for option in ("kind", "input", "vocab_size", "alphabet"):
             if getattr(arguments, option):
@@ -248,8 +272,15 @@ def run(arguments: argparse.Namespace) -> None:
         )
         most = arguments.vocab_size or MAX_PIECES
         with bad:
-            lowercase, accents = not arguments.cased, arguments.keep_accents
-            tokenizer = learn(kind, files, most, lowercase, options, accents)
+            tokenizer = learn(
+                kind,
+                files,
+                most,
+                not arguments.cased,
+                options,
+                arguments.keep_accents,
+                arguments.character_coverage,
+            )
         if kind != "symbols" and len(tokenizer) < (arguments.vocab_size or 0):
             note = " (the text yields no more)"
     with atomic_directory(output, arguments.overwrite) as directory:

@@ -234,6 +234,7 @@ def learn(
     lowercase: bool = True,
     characters: Iterable[str] | None = None,
     keep_accents: bool = False,
+    coverage: float | None = None,
 ) -> Tokenizer:
     """Learn a vocabulary of `vocab_size` pieces, special tokens included, from texts.
 
@@ -241,8 +242,10 @@ def learn(
     `vocab_size`). `lowercase` applies to WordPiece only. It also strips accents, unless
     `keep_accents` is set. WordPiece and BPE learn fewer pieces if the texts do not contain enough.
     `characters` are all characters of the texts: if they are given, WordPiece learns the same
-    pieces every time; otherwise it breaks ties at random. Raises BadInput if `vocab_size` is too
-    small for the characters, or too large for unigram to reach.
+    pieces every time; otherwise it breaks ties at random. `coverage` is the share
+    of the text whose characters unigram keeps (default: SentencePiece's 0.9995); it leaves out the
+    rarest ones. Raises BadInput if `vocab_size` is too small for the characters, or too large for
+    unigram to reach.
     """
     if vocab_size <= len(BERT_SPECIAL):
         raise BadInput(
@@ -252,7 +255,7 @@ def learn(
     if kind == "symbols":
         return _train_symbols(texts, vocab_size)
     if kind == "unigram":
-        return _train_unigram(texts, vocab_size)
+        return _train_unigram(texts, vocab_size, coverage)
     if kind == "wordpiece":
         return _train_wordpiece(texts, vocab_size, lowercase, characters or (), keep_accents)
     if kind == "bpe":
@@ -340,10 +343,11 @@ def _ids(model: Any, vocab_size: int) -> dict[str, int]:
     return {piece: i for i, piece in enumerate(ordered)}
 
 
-def _train_unigram(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def _train_unigram(texts: Iterable[str], vocab_size: int, coverage: float | None) -> Tokenizer:
     import sentencepiece
 
     model = io.BytesIO()
+    options = {} if coverage is None else {"character_coverage": coverage}
     lines = (line for text in texts for line in text.splitlines())
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -360,6 +364,7 @@ def _train_unigram(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             pad_piece="<pad>",
             control_symbols=["[CLS]", "[SEP]", "[MASK]"],
             minloglevel=2,
+            **options,
         )
     except (RuntimeError, OSError) as error:
         reason = str(error).strip().splitlines()[-1]
