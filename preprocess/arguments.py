@@ -44,7 +44,7 @@ def fraction(text: str) -> float:
     return value
 
 
-def coverage(text: str) -> float:
+def covered_share(text: str) -> float:
     """An argument type: a share of the characters of a text, as SentencePiece takes it."""
     try:
         value = float(text)

@@ -85,6 +85,8 @@ class CachedEncoder:
     """Encodes texts, with a table of known words if the kind of tokenizer allows one.
 
     If `processes` encoders work at once, each takes an equal part of the memory for tables.
+    `unknown` counts the characters of the texts so far that became unknown tokens, as far as words
+    come from the table; the caller may set it to 0.
     """
 
     def __init__(self, tokenizer: Tokenizer, processes: int = 1):
@@ -93,7 +95,8 @@ class CachedEncoder:
         self.known: dict[str, int] = {}
         self.starts = self.lengths = np.empty(0, np.int64)
         self.ids = np.empty(0, np.int32)
-        self.characters = 0
+        self.under_unknown = np.empty(0, np.int64)  # characters of each word
+        self.characters = self.unknown = 0
         self.limit = min(TABLE_CHARACTERS, max(TABLE_CHARACTERS // processes, 2**20))
         # A tokenizer with added words gets no table, because these may begin and end anywhere. A
         # tokenizer that puts a space before each text gets none either: no rules give its ids.
@@ -103,6 +106,7 @@ class CachedEncoder:
             self._forget()
         else:
             self.rules = None
+        self.unknown = 0
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts.
@@ -118,7 +122,9 @@ class CachedEncoder:
             parts = [text] if _ODD.search(text) else self.rules.split(text)
             counts[i] = len(parts)
             words += parts
-        return self._gather(self._numbers(words), counts)
+        numbers = self._numbers(words)
+        self.unknown += int(self.under_unknown[numbers].sum())
+        return self._gather(numbers, counts)
 
     def _each(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         ids = self.tokenizer.encode_batch(texts)
@@ -153,6 +159,7 @@ class CachedEncoder:
     def _forget(self) -> None:
         self.known.clear()
         self.starts, self.lengths, self.ids = self.starts[:0], self.lengths[:0], self.ids[:0]
+        self.under_unknown = self.under_unknown[:0]
         self.characters = 0
 
     def _learn(self, words: list[str]) -> None:
@@ -170,7 +177,23 @@ class CachedEncoder:
                 self.starts = np.concatenate([self.starts, starts])
                 self.lengths = np.concatenate([self.lengths, lengths])
                 self.ids = np.concatenate([self.ids, ids])
+                lost = self._under_unknown(part, ids, lengths)
+                self.under_unknown = np.concatenate([self.under_unknown, lost])
         self.characters += sum(map(len, words))
+
+    def _under_unknown(self, words: list[str], ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """The number of characters of each word that became unknown tokens."""
+        lost, unknown = np.zeros(len(words), np.int64), self.tokenizer.special["unk"]
+        wrong = ids == unknown
+        if not wrong.any():
+            return lost
+        some = np.unique(np.repeat(np.arange(len(words)), lengths)[wrong]).tolist()
+        cut = [i for i in some if lengths[i] > 1]
+        lost[some] = [len(words[i]) for i in some]
+        spans = self.tokenizer.encode_with_offsets([words[i] for i in cut])
+        for i, (pieces, starts, ends) in zip(cut, spans, strict=True):
+            lost[i] = (ends - starts)[pieces == unknown].sum()
+        return lost
 
     def _gather(self, numbers: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         lengths = self.lengths[numbers]

@@ -19,7 +19,7 @@ from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -33,8 +33,19 @@ ROOT = str(Path(tokenizers.__file__).parents[2])  # the directory that contains 
 FEW = 8  # with fewer batches, this process is done before worker processes would have started
 
 TextBatch = tuple[list[bool], list[str]]  # does each text end its document?, the texts
-# ids, number of ids of each text, does each text end its document?, number of words of all texts
-EncodedBatch = tuple[np.ndarray, np.ndarray, list[bool], int]
+
+
+class BatchCounts(NamedTuple):
+    """What is counted in the texts of a batch: words between white space, characters, and the
+    characters that became unknown tokens."""
+
+    words: int
+    characters: int
+    unknown: int
+
+
+# ids, number of ids of each text, does each text end its document?, what the texts hold
+EncodedBatch = tuple[np.ndarray, np.ndarray, list[bool], BatchCounts]
 PROGRAM = (sys.executable, "-P", "-m", "xformer.preprocess.workers")
 
 
@@ -61,19 +72,19 @@ class EncodingProcess:
         assert self.process.stdout is not None
         self.requests, self.answers = self.process.stdin, self.process.stdout
 
-    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, int]:
-        """Like CachedEncoder.encode, with the number of words of all texts as a third value.
+    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, BatchCounts]:
+        """Like CachedEncoder.encode, with what is counted in the texts as a third value.
 
         Raises Failure if the process died.
         """
         sizes = np.fromiter(map(len, texts), np.int64, len(texts))
         try:
             _send(self.requests, sizes.data, "".join(texts).encode())
-            ids, lengths, words = (_receive(self.answers) for _ in range(3))
+            ids, lengths, counts = (_receive(self.answers) for _ in range(3))
         except (EOFError, OSError):
             raise Failure(self._how_it_ended()) from None
-        count = int.from_bytes(words, "little")
-        return np.frombuffer(ids, np.int32), np.frombuffer(lengths, np.int64), count
+        counted = BatchCounts(*np.frombuffer(counts, np.int64).tolist())
+        return np.frombuffer(ids, np.int32), np.frombuffer(lengths, np.int64), counted
 
     def _how_it_ended(self) -> str:
         status = self.process.wait()
@@ -130,9 +141,12 @@ class EncodingPool:
         if not self.workers:
             self.own = self.own or CachedEncoder(self.tokenizer)
             for ends, texts in batches:
-                yield *self.own.encode(texts), ends, _words(texts)
+                ids, lengths, counts = _encode(self.own, texts)
+                yield ids, lengths, ends, counts
             return
-        waiting: deque[tuple[Future[tuple[np.ndarray, np.ndarray, int]], list[bool]]] = deque()
+        waiting: deque[tuple[Future[tuple[np.ndarray, np.ndarray, BatchCounts]], list[bool]]] = (
+            deque()
+        )
         for ends, texts in batches:
             waiting.append((self.threads.submit(self._encode, texts), ends))
             if len(waiting) == 2 * self.count:
@@ -146,7 +160,7 @@ class EncodingPool:
             self.workers.append(EncodingProcess(self.directory, self.count))
             self.free.put(self.workers[-1])
 
-    def _encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, int]:
+    def _encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, BatchCounts]:
         worker = self.free.get()
         try:
             return worker.encode(texts)
@@ -154,14 +168,21 @@ class EncodingPool:
             self.free.put(worker)
 
 
-def _answer(future: Future[tuple[np.ndarray, np.ndarray, int]], ends: list[bool]) -> EncodedBatch:
-    ids, lengths, words = future.result()
-    return ids, lengths, ends, words
+def _answer(
+    future: Future[tuple[np.ndarray, np.ndarray, BatchCounts]], ends: list[bool]
+) -> EncodedBatch:
+    ids, lengths, counts = future.result()
+    return ids, lengths, ends, counts
 
 
-def _words(texts: Sequence[str]) -> int:
-    """The number of words, separated by white space, in all the texts."""
-    return sum(len(text.split()) for text in texts)
+def _encode(
+    encoder: CachedEncoder, texts: Sequence[str]
+) -> tuple[np.ndarray, np.ndarray, BatchCounts]:
+    """The ids of all texts, the number of ids of each, and what is counted in them."""
+    before = encoder.unknown
+    ids, lengths = encoder.encode(texts)
+    words = sum(len(text.split()) for text in texts)
+    return ids, lengths, BatchCounts(words, sum(map(len, texts)), encoder.unknown - before)
 
 
 def _send(file: IO[bytes], *parts: bytes | memoryview) -> None:
@@ -191,9 +212,9 @@ def serve(directory: Path, processes: int) -> None:
             ends = np.cumsum(sizes)
             bounds = zip((ends - sizes).tolist(), ends.tolist(), strict=True)
             texts = [text[start:end] for start, end in bounds]
-            ids, lengths = encoder.encode(texts)
-            words = _words(texts).to_bytes(8, "little")
-            _send(answers, np.ascontiguousarray(ids, np.int32).data, lengths.data, words)
+            ids, lengths, counts = _encode(encoder, texts)
+            counted = np.array(counts, np.int64).data
+            _send(answers, np.ascontiguousarray(ids, np.int32).data, lengths.data, counted)
     except (EOFError, BrokenPipeError):
         os._exit(0)  # the parent has finished, or died
 

@@ -695,10 +695,11 @@ def test_processes_give_the_tokenizers_own_ids_in_order(toks, monkeypatch, kind)
             answers = list(encoders.encode(batches(30)))
             assert len(encoders.workers) == 2
             for encoded, (wanted_ends, texts) in zip(answers, batches(30), strict=True):
-                ids, lengths, ends, words = encoded
+                ids, lengths, ends, counts = encoded
                 direct = tokenizer.encode_batch(texts)
                 assert ends == wanted_ends
-                assert words == sum(len(text.split()) for text in texts)
+                assert counts.words == sum(len(text.split()) for text in texts)
+                assert counts.characters == len("".join(texts))
                 assert lengths.tolist() == [len(part) for part in direct]
                 assert ids.tolist() == [i for part in direct for i in part.tolist()]
 

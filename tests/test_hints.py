@@ -80,7 +80,8 @@ def test_unknown_tokens_are_never_silent(
     [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("warning")]
     tokens = open_store(tmp_path / "s").split("train").columns["tokens"]
     share = 100 * float(np.mean(tokens.values == 1))
-    assert f"does not know {share:.3g} % of the tokens of train (all tokens of 5 texts)" in line
+    told = f"does not know {share:.3g} % of the tokens and 90.9 % of the text of train (all tokens "
+    assert f"{told}of 5 texts)" in line
     assert "--kind symbols" in line
 
 

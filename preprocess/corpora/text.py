@@ -93,9 +93,10 @@ def write_text_split(
         else:
             read = read_part(paths, part, options, bar.advance)
         segments = cut_words.watch(read)
-        for ids, lengths, ends, batch_words in pool.encode(segment_batches(segments)):
+        for ids, lengths, ends, counts in pool.encode(segment_batches(segments)):
             cutter.add(ids, lengths, ends)
-            words += batch_words
+            words += counts.words
+            split.count_characters(counts.characters, counts.unknown)
     split.words = words - cut_words.count
     if split.writers["tokens"].length:
         return

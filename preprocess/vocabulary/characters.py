@@ -56,11 +56,11 @@ def deleted(counts: CharacterCounts) -> str:
     """A note if a large part of a text's characters is deleted as accents, else ""."""
     signs = accents = visible = 0
     for character, count in counts.items():
-        found = marks(character)
+        its_marks = marks(character)
         visible += 0 if character.isspace() else count
-        here = sum(map(_is_accent, found))
+        here = sum(map(_is_accent, its_marks))
         accents += here * count
-        signs += (len(found) - here) * count
+        signs += (len(its_marks) - here) * count
     if signs <= SIGNS * visible and accents <= ACCENTS * visible:
         return ""
     return (

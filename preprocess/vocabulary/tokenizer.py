@@ -18,7 +18,7 @@ from xformer.data.files import atomic_directory, what_is
 from xformer.data.outputs import check_directory
 from xformer.data.store import MAX_PIECES
 
-from ..arguments import add_output, add_skip_lines, coverage
+from ..arguments import add_output, add_skip_lines, covered_share
 from ..bad import BadRows
 from ..corpora import inputs
 from ..corpora.documents import TextOptions, read_documents
@@ -206,7 +206,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--character-coverage",
-        type=coverage,
+        type=covered_share,
         metavar="SHARE",
         help="The share of the text whose characters --kind unigram keeps. The rarest characters "
         "are left out and become <unk>, and a line says how many (default: 0.9995, as in "

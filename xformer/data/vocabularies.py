@@ -347,7 +347,7 @@ def _train_unigram(texts: Iterable[str], vocab_size: int, coverage: float | None
     import sentencepiece
 
     model = io.BytesIO()
-    options = {} if coverage is None else {"character_coverage": coverage}
+    options: dict[str, Any] = {} if coverage is None else {"character_coverage": coverage}
     lines = (line for text in texts for line in text.splitlines())
     try:
         sentencepiece.SentencePieceTrainer.train(

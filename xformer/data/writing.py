@@ -16,6 +16,10 @@ from xformer.data.files import atomic_directory, block_checksums, file_checksum,
 from xformer.data.store import FORMAT, HEADER, SUMS, TEXTS
 
 NARROWED = 2**20  # offsets that are rewritten at a time
+WHOLE_WORDS = (  # ends the warning on unknown tokens if they hold most of what is unknown
+    "; WordPiece makes one [UNK] of a whole word with an unknown character, or with more than 100 "
+    "characters; if words have no spaces between them (Thai), train --kind unigram or bpe"
+)
 
 
 class NpyWriter:
@@ -62,7 +66,8 @@ class SplitWriter:
     """Appends rows to a split. Set `words` to record the number of words in the raw text.
 
     `unk` is the id of what the tokenizer does not know. `unknown_tokens` counts the tokens with
-    this id, and `unknown_rows` the texts that hold nothing else.
+    this id, and `unknown_rows` the texts that hold nothing else. `characters` and
+    `unknown_characters` are those of the raw text, if the caller counts them.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class SplitWriter:
         self.directory = directory
         self.words: int | None = None
         self.unk, self.unknown_tokens, self.unknown_rows = unk, 0, 0
+        self.characters = self.unknown_characters = 0
         self.writers = {c: NpyWriter(directory / f"{c}.npy", t) for c, t in columns.items()}
         int64 = np.dtype(np.int64)
         self.offsets = {c: NpyWriter(directory / f"{c}.offsets.npy", int64) for c in ragged}
@@ -105,18 +111,33 @@ class SplitWriter:
         self.unknown_tokens += int(unknown.sum())
         self.unknown_rows += int(((in_row == np.diff(ends)) & (in_row > 0)).sum())
 
+    def count_characters(self, characters: int, unknown: int) -> None:
+        """Count the characters of texts, and those of them that became unknown tokens."""
+        self.characters += characters
+        self.unknown_characters += unknown
+
+    @property
+    def hides_text(self) -> bool:
+        """Whether the unknown tokens stand for more of the text than their number says."""
+        tokens = sum(self.writers[c].length for c in TEXTS if c in self.offsets)
+        most = max(tokenizers.UNKNOWN * tokens, 2 * self.unknown_tokens)
+        return self.unknown_characters * tokens > most * self.characters
+
     def unknown(self) -> str:
         """How much of the split the tokenizer does not know, as `unknown_warning` takes it. "" if
-        it is at most the share UNKNOWN of the tokens, and of the texts."""
+        it is at most the share UNKNOWN of the tokens, of the texts, and of the characters."""
         columns = [column for column in TEXTS if column in self.offsets]
         tokens = sum(self.writers[column].length for column in columns)
         rows = sum(self.offsets[column].length - 1 for column in columns)
         limit = tokenizers.UNKNOWN
-        if self.unknown_tokens <= limit * tokens and self.unknown_rows <= limit * rows:
+        much = self.unknown_tokens > limit * tokens or self.unknown_rows > limit * rows
+        if not much and not self.hides_text:
             return ""
         alone = f" (all tokens of {self.unknown_rows:,} texts)" if self.unknown_rows else ""
-        share = self.unknown_tokens / tokens
-        return f"{100 * share:.3g} % of the tokens of {self.directory.name}{alone}"
+        share = f"{100 * self.unknown_tokens / tokens:.3g} % of the tokens"
+        if self.hides_text:
+            share += f" and {100 * self.unknown_characters / self.characters:.3g} % of the text"
+        return f"{share} of {self.directory.name}{alone}"
 
     def close(self) -> None:
         """Finish the files of all columns."""
@@ -162,6 +183,7 @@ class StoreWriter:
         self.columns = {c: ids if c in TEXTS else np.dtype(t) for c, t in columns.items()}
         self.splits: dict[str, dict[str, Any]] = {}
         self.unknown: dict[str, str] = {}  # split -> how much of it is unknown, if it is much
+        self.hides_text = False  # whether unknown tokens stand for much of the text of a split
 
     @contextmanager
     def split(self, name: str) -> Iterator[SplitWriter]:
@@ -174,6 +196,7 @@ class StoreWriter:
         finally:
             writer.close()
         self.splits[name], self.unknown[name] = writer.describe(), writer.unknown()
+        self.hides_text |= writer.hides_text
         if self.splits[name]["rows"] == 0:
             raise BadInput(
                 f"the split {name!r} would be empty: its input holds no example; give another input"
@@ -217,7 +240,8 @@ class StoreWriter:
         write_json(self.directory / "store.json", meta)
         write_sums(self.directory)
         if parts := [self.unknown[name] for name in self.splits if self.unknown[name]]:
-            say(tokenizers.unknown_warning(parts, self.tokenizer), error=True)
+            more = WHOLE_WORDS if self.hides_text else ""
+            say(f"{tokenizers.unknown_warning(parts, self.tokenizer)}{more}", error=True)
 
 
 def write_sums(directory: Path) -> None:
