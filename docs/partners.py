@@ -18,6 +18,7 @@ A share is the mean attention weight from a token to its partners, over all toke
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,6 +96,9 @@ def main(paths: Sequence[str], offset: int) -> None:
 if __name__ == "__main__":
     given = [a.removeprefix("offset=") for a in sys.argv[1:] if a.startswith("offset=")]
     files = [a for a in sys.argv[1:] if not a.startswith("offset=")]
+    if given and not re.fullmatch("-?[1-9][0-9]*", given[-1]):
+        print(f"error: offset={given[-1]} is not -1, 1, -2, ...", file=sys.stderr)
+        sys.exit(2)
     missing = [path for path in files if not Path(path).is_file()]
     if missing or not files:
         wrong = f"{missing[0]} does not exist" if missing else "give at least one F.h5"

@@ -85,8 +85,8 @@ class CachedEncoder:
     """Encodes texts, with a table of known words if the kind of tokenizer allows one.
 
     If `processes` encoders work at once, each takes an equal part of the memory for tables.
-    `unknown` counts the characters of the texts so far that became unknown tokens, as far as words
-    come from the table; the caller may set it to 0.
+    `unknown` counts the characters of the texts so far that became unknown tokens. It stays 0 for a
+    tokenizer without a table.
     """
 
     def __init__(self, tokenizer: Tokenizer, processes: int = 1):

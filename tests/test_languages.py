@@ -225,9 +225,9 @@ def test_other_encodings_are_named(read: Reader) -> None:
     (read.folder / "c.csv").write_bytes("sentence,size\nein,1\n".encode("utf-16-le"))
     head = {"kind": "classify", "labels": ["a", "b"], "pair": False, "max_tokens": 64}
     for name, words in (
-        ("a.csv", r"a.csv holds NUL characters, as UTF-16 does"),
+        ("a.csv", r"a.csv looks like UTF-16"),
         ("b.csv", "b.csv:1: not valid UTF-8"),
-        ("c.csv", r"c.csv holds NUL characters, as UTF-16 does: convert it to UTF-8"),
+        ("c.csv", r"c.csv looks like UTF-16: convert it to UTF-8"),
     ):
         with pytest.raises(BadInput, match=words):
             predict.write_rows(
@@ -244,8 +244,8 @@ def test_other_encodings_that_are_valid_utf8(tmp_path: Path, preprocess: Any) ->
     line += ["--output", tmp_path / "s", "--overwrite"]
     (tmp_path / "v").write_text("words\n" * 40)
     for text, encoding, words in (
-        (arabic, "utf-16-le", "holds NUL characters, as UTF-16 does: convert it to UTF-8"),
-        (thai, "utf-16-be", "holds NUL characters, as UTF-16 does"),
+        (arabic, "utf-16-le", "looks like UTF-16: convert it to UTF-8"),
+        (thai, "utf-16-be", "looks like UTF-16"),
         (japanese, "iso-2022-jp", "holds escapes of ISO-2022-JP or the like: convert it"),
     ):
         (tmp_path / "t").write_bytes(text.encode(encoding))

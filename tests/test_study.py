@@ -349,7 +349,7 @@ def test_a_file_with_the_same_size_and_time_of_modification_is_read_again(tmp_pa
             "[[claims]]",
             '[[curves]]\nname = "x"\ntitle = "x"\nstage = "finetune"\npanels = "rate"\n'
             'lines = "rate"\nvalidation = { low = "loss" }\n[[claims]]',
-            "curves x: validation: all levels of rate share one panel; give it one number",
+            "curves x: validation: all levels of rate share one panel; give one name for all",
         ),
         (
             "vary.seed = [0, 1]",

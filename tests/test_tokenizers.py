@@ -657,6 +657,7 @@ def test_predicted_pieces_of_byte_bpe_are_readable(pairs):
     shown = [_readable(tokenizer, int(i)) for i in ids]
     assert shown[:4] == ["x", "Ġ🙂", "Ġnaïve", "Ġ"]
     assert shown[4:] == [tokenizer.pieces[i] for i in ids[4:]]  # parts of a character
+    assert [_readable(tokenizer, int(i)) for i in tokenizer.encode_batch(["\n"])[0]] == ["Ċ"]
 
 
 def test_offsets_of_unigram(pairs, learned):

@@ -129,7 +129,8 @@ class EvaluateConfig(Settings):
 def fill_mask(
     checkpoint: Checkpoint, text: str, top: int, ranks: Ranks = ALONE, precision: str = "fp32"
 ) -> list[list[tuple[float, str]]]:
-    """For each mask token in `text`, the `top` likeliest pieces as (probability, piece).
+    """For each mask token in `text`, the `top` likeliest pieces as (probability, piece). A
+    piece of a byte-level BPE is given as characters, if its bytes are whole ones.
 
     Raises BadInput if the checkpoint has no MLM head, if the text has no mask token or is too
     long, or if `top` is below 1. Raises Failure if the model's outputs are not finite.
@@ -195,13 +196,13 @@ def _likeliest(logits: Tensor, tokenizer: Tokenizer, top: int) -> list[list[tupl
 
 
 def _readable(tokenizer: Tokenizer, i: int) -> str:
-    """A piece. That of a byte-level BPE stands for bytes: the characters that they are, with Ġ for
-    a space before them, unless they are only parts of characters."""
+    """A piece as it is shown. That of a byte-level BPE is shown as the characters that its bytes
+    are, with Ġ for a space, unless they are parts of characters or control characters."""
     piece = tokenizer.pieces[i]
     if tokenizer.kind != "bpe" or i in tokenizer.all_special:
         return piece
-    text = tokenizer.decode([i])
-    return piece if "\ufffd" in text else text.replace(" ", "Ġ")
+    text = tokenizer.decode([i]).replace(" ", "Ġ")
+    return text if text.isprintable() and "\ufffd" not in text else piece
 
 
 def _train_mlm() -> str:

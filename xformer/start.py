@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 
 from xformer.data.display import one_line, say
@@ -87,7 +88,7 @@ def open_standard_streams() -> None:
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w"))  # noqa: SIM115
-        elif name != "stdin":
+        elif name != "stdin" and isinstance(getattr(sys, name), TextIOWrapper):
             getattr(sys, name).reconfigure(errors="backslashreplace")
 
 

@@ -652,9 +652,10 @@ class RowWriter:
                 for i, tokens in enumerate(("tokens", "tokens_b")):
                     if tokens in split.offsets:
                         texts = [row.texts[i] for row in rows]
-                        self.encoder.unknown = 0
+                        before = self.encoder.unknown
                         split.append_ragged(tokens, *self.encoder.encode(texts))
-                        split.count_characters(sum(map(len, texts)), self.encoder.unknown)
+                        unknown = self.encoder.unknown - before
+                        split.count_characters(sum(map(len, texts)), unknown)
                 split.append("label", np.array([self._label(row.label) for row in rows]))
             for i, text in enumerate(("input", "input_b")):
                 if text in split.offsets:

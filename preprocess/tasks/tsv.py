@@ -141,7 +141,11 @@ def open_tables(
             for name in names if not labelled and split in unlabelled else with_label:
                 if name not in table.columns:
                     raise table.missing(name)
-            if arguments.no_header and labelled:
+            if (
+                arguments.no_header
+                and labelled
+                and table.kind not in (".jsonl", ".json", ".parquet")
+            ):
                 _warn_of_header(table, names[0], arguments.label)
             marks = splits.find(table, arguments.split_column, with_label, split, used)
             tables.append((table, labelled, marks))
@@ -150,11 +154,11 @@ def open_tables(
 
 def _warn_of_header(table: RowTable, text: str, label: str) -> None:
     """Say so if the first row of a file that was called headerless names its columns."""
-    for _, (first, named) in table.rows([text, label], BadRows(skip=True)):
+    for line, (first, named) in table.rows([text, label], BadRows(skip=True)):
         if (named or "").strip().lower() in HEADERS and " " not in (first or "").strip():
             say(
-                f'warning: {table.path}: line 1 looks like a header (its label is "{named}"), but '
-                "with --no-header it is a row",
+                f'warning: {table.path}: line {line} looks like a header (its label is "{named}"), '
+                "but with --no-header it is a row; leave the option out",
                 error=True,
             )
         return

@@ -19,6 +19,7 @@ from xformer.data.tokenizers import Tokenizer
 SIGNS = 0.01
 ACCENTS = 0.05
 SHOWN = 8  # characters that a line names
+HELD = 2**20  # characters that are counted at once
 
 
 class CharacterCounts:
@@ -26,24 +27,34 @@ class CharacterCounts:
 
     def __init__(self) -> None:
         self._counts = np.zeros(0x110000, np.int64)
+        self._held: list[str] = []  # texts that are not counted yet
+        self._size = 0
 
     def add(self, text: str) -> None:
-        """Count the characters of a text. This takes 15 ns for each, a tenth of what a Counter
-        takes."""
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-        counts = np.bincount(codes)
+        """Count the characters of a text. Many at once take a tenth of the time of a Counter."""
+        self._held.append(text)
+        self._size += len(text)
+        if self._size > HELD:
+            self._count()
+
+    def _count(self) -> None:
+        codes = "".join(self._held).encode("utf-32-le", "surrogatepass")
+        counts = np.bincount(np.frombuffer(codes, np.uint32))
         self._counts[: len(counts)] += counts
+        self._held, self._size = [], 0
 
     def items(self) -> Iterator[tuple[str, int]]:
         """Every character that occurs, in Unicode's order, with its count."""
+        self._count()
         for code in np.flatnonzero(self._counts).tolist():
             yield chr(code), int(self._counts[code])
 
 
 def marks(text: str) -> list[str]:
     """The marks that BERT and ALBERT strip from a text: vowel signs, tone marks, and the accents
-    that its letters are composed of."""
-    return [c for c in unicodedata.normalize("NFD", text) if unicodedata.category(c) == "Mn"]
+    that its letters are composed of. Those that choose the form of an emoji are left out."""
+    parts = unicodedata.normalize("NFD", text)
+    return [c for c in parts if unicodedata.category(c) == "Mn" and not "\ufe00" <= c <= "\ufe0f"]
 
 
 def _is_accent(mark: str) -> bool:
@@ -57,7 +68,8 @@ def deleted(counts: CharacterCounts) -> str:
     signs = accents = visible = 0
     for character, count in counts.items():
         its_marks = marks(character)
-        visible += 0 if character.isspace() else count
+        own = len(its_marks) - (its_marks == [character])  # marks within a composed letter
+        visible += 0 if character.isspace() else count * (1 + own)
         here = sum(map(_is_accent, its_marks))
         accents += here * count
         signs += (len(its_marks) - here) * count

@@ -771,8 +771,8 @@ def _longest_match(table: Any) -> list[Any]:
     SentencePiece replaces the longest sequence of characters that the table has. Precompiled
     replaces one character or one short cluster: it does not compose kana and Hangul, and it drops a
     second accent. Here the table replaces single characters, and NFC composes them. NFC alone would
-    compose and reorder more than the table does. So a wall is put before every mark, and NFC
-    finds it gone only between a letter and its first mark, and between marks that belong together.
+    compose and reorder more than the table does. So a wall is put before every mark. It is removed
+    only between a letter and its first mark, and between marks that belong together.
     """
     from tokenizers import Regex, normalizers
 

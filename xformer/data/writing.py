@@ -125,7 +125,7 @@ class SplitWriter:
 
     def unknown(self) -> str:
         """How much of the split the tokenizer does not know, as `unknown_warning` takes it. "" if
-        it is at most the share UNKNOWN of the tokens, of the texts, and of the characters."""
+        it is at most the share UNKNOWN of the tokens and of the texts, and hides no text."""
         columns = [column for column in TEXTS if column in self.offsets]
         tokens = sum(self.writers[column].length for column in columns)
         rows = sum(self.offsets[column].length - 1 for column in columns)

@@ -799,7 +799,7 @@ def _bad_shown(study: Study, shown: Shown) -> Iterator[str]:
         panels = [*map(str, study.stages[shown.stage].vary[shown.panels])]
         yield from (f"validation: {line}" for line in _unknown(shown.validation, panels))
         if shown.panels == shown.lines:
-            yield f"validation: all levels of {shown.lines} share one panel; give it one number"
+            yield f"validation: all levels of {shown.lines} share one panel; give one name for all"
 
 
 def _bad_table(study: Study, table: ScoreTable) -> Iterator[str]:
