@@ -25,7 +25,7 @@ from helpers import (
 )
 
 from xformer.data.errors import BadInput
-from xformer.data.store import Split, open_store
+from xformer.data.store import LONGEST_ANSWER, Split, open_store
 from xformer.predictions import read
 from xformer.tasks import span
 from xformer.tasks.task import Predictions
@@ -50,7 +50,7 @@ def test_the_best_span_equals_a_triple_loop(length: int) -> None:
     for row in range(rows):
         best = (-np.inf, -1, -1)
         for first in range(int(lengths[row])):
-            for last in range(first, min(int(lengths[row]), first + span.LONGEST)):
+            for last in range(first, min(int(lengths[row]), first + LONGEST_ANSWER)):
                 start, end = logits[row, second[row] + first, 0], logits[row, second[row] + last, 1]
                 best = max(best, (float(start + end), first, last))
         assert spans[row, 0] == logits[row, 0].sum()
