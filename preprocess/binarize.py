@@ -63,8 +63,8 @@ def sources(paths: Sequence[Path]) -> list[dict[str, Any]]:
     ]
 
 
-# In UTF-16 every second byte of Latin, Arabic or Thai is one of these, and some are NUL. A UTF-8
-# file may have them, too, but at even and odd places alike.
+# In UTF-16 every second byte of Latin, Arabic or Thai is one of these, and NUL is always the first
+# or always the second byte of a character.
 CONTROLS = re.compile(rb"[\x00-\x08\x0e-\x1a]")
 ISO_2022 = re.compile(rb"\x1b\$[@AB(]")
 
@@ -88,8 +88,8 @@ def open_binary(path: Path, advance: Callable[[int], None] = lambda _: None) -> 
         blocks = _decompress(path, blocks, decompressor.decompressobj, zstandard.ZstdError)
     file = io.BufferedReader(_Blocks(blocks), 2**16)
     head = file.peek()
-    odd = [match.start() % 2 for match in CONTROLS.finditer(head)] if b"\0" in head else []
-    if len(odd) > len(head) // 20 and abs(2 * sum(odd) - len(odd)) > max(8, 0.8 * len(odd)):
+    places = {match.start() % 2 for match in re.finditer(b"\0", head)}
+    if len(places) == 1 and len(CONTROLS.findall(head)) > 8 + len(head) // 20:
         raise BadInput(f"{path} looks like UTF-16: convert it to UTF-8")
     if len(ISO_2022.findall(head)) > 3:
         raise BadInput(f"{path} holds escapes of ISO-2022-JP or the like: convert it to UTF-8")

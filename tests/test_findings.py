@@ -119,7 +119,7 @@ def test_the_overview_is_of_the_present_results() -> None:
 
 
 def test_the_first_table_says_which_claims_hold() -> None:
-    rows = PAGE.split("| claim | encoder |")[1].split("\n\n")[0].splitlines()[2:]
+    rows = PAGE.split("| claim | encoder ")[1].split("\n\n")[0].splitlines()[2:]
     said = {claim.strip(): holds.strip() for _, claim, *_, holds, _ in (r.split("|") for r in rows)}
     said = {claim: holds for claim, holds in said.items() if not claim.startswith("**")}
     assert len(said) == len(HOLD)

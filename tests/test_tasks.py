@@ -1050,7 +1050,12 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
         r"train\.tsv:4: not valid UTF-8",
         2,
     ),
-    ({"train.tsv": TSV.encode("utf-16")}, [*T, "--input", "."], r"train\.tsv:1: not valid", None),
+    (
+        {"train.tsv": TSV.encode("utf-16")},
+        [*T, "--input", "."],
+        "train.tsv looks like UTF-16: convert",
+        None,
+    ),
     (
         {"train.tsv": TSV + "c\tz\n"},
         [*T, "--labels", "x,y", "--input", "."],

@@ -317,11 +317,13 @@ def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> 
     survey = RowSurvey()
     salt = seed.to_bytes(8, "little", signed=True)
     numbers: dict[str, int] = {}  # of the classes, in the order in which they appear
+    apart: list[tuple[str, int, int]] = []  # keys that are not NFC: split, number, hash of the NFC
+
+    def digest(text: str) -> int:
+        return int.from_bytes(blake2b(text.encode(), digest_size=8, salt=salt).digest(), "little")
 
     def add(hashes: dict[str, array[int]], split: str, text: str) -> None:
-        text = unicodedata.normalize("NFC", text)
-        digest = blake2b(text.encode(), digest_size=8, salt=salt).digest()
-        hashes.setdefault(split, array("Q")).append(int.from_bytes(digest, "little"))
+        hashes.setdefault(split, array("Q")).append(digest(text))
 
     for row in _rows(task, drawn):
         if not row.split and task.kind == "class":
@@ -346,12 +348,20 @@ def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> 
             survey.empty += 1
             survey.first_empty = survey.first_empty or f"{row.file}:{row.line}"
         text = "\0".join(text.strip() for text in row.texts)
-        add(survey.keys, row.split, row.key or text)
+        key = row.key or text
+        add(survey.keys, row.split, key)
+        if not unicodedata.is_normalized("NFC", key):
+            number = len(survey.keys[row.split]) - 1
+            apart.append((row.split, number, digest(unicodedata.normalize("NFC", key))))
         if task.group:
             add(survey.texts, row.split, text)
         elif drawn is not None and len(row.texts) > 1:  # pairs, and contexts of questions
             for part in row.texts[: 1 if task.kind == "choice" else 2]:
                 add(survey.parts, row.split, part.strip())
+    known = {key for keys in survey.keys.values() for key in keys} if apart else set[int]()
+    for split, number, composed in apart:
+        if composed in known:  # a text without a twin keeps its hash, and so its split
+            survey.keys[split][number] = composed
     for split, path in task.splits:
         if split and split not in survey.rows:
             raise BadInput(f"{path} holds no example, so the split {split} would be empty")

@@ -49,9 +49,7 @@ def _ragged(tokenizer: Tokenizer, texts: Sequence[str]) -> Ragged:
             what = f"{one_line(repr(text), 60)}, of type {type(text).__name__}"
             raise BadInput(f"number {number} of the texts is {what}; give a list of strings")
         if not text.isascii() and HALF.search(text):
-            raise BadInput(
-                f"number {number} of the texts holds half of a surrogate pair; remove it"
-            )
+            raise BadInput(f"number {number} of the texts holds half of a surrogate pair")
     values, lengths = ids_of(tokenizer, texts)
     return Ragged(values, np.concatenate([[0], np.cumsum(lengths)]))
 
