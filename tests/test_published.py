@@ -85,6 +85,7 @@ def test_the_command_brings_in_a_vocabulary(tmp_path):
     ("files", "lowercase"),
     [
         ({"vocab.txt": WORDS}, True),
+        ({"vocab.txt": f"\ufeff{WORDS}"}, True),
         ({"vocab.txt": WORDS, "tokenizer_config.json": {"do_lower_case": False}}, False),
         ({"vocab.txt": WORDS, "tokenizer_config.json": {"do_lower_case": None}}, True),
         ({"vocab.txt": WORDS, "tokenizer.json": fast()}, False),

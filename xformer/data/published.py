@@ -579,7 +579,7 @@ def _naming(file: Path) -> Iterator[None]:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise BadInput(f"{file} does not exist") from None
     except UnicodeDecodeError:
