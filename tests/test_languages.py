@@ -116,6 +116,22 @@ def test_an_answer_in_no_window(
     assert "train: 1 of the 1 answers has more than 30 tokens, the most that is predicted" in said
 
 
+def test_text_under_few_unknown_tokens_of_a_context(
+    tmp_path: Path, preprocess: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A word of more than 100 characters is one [UNK]."""
+    context = "word " * 150 + "a" * 120
+    answers = [{"text": "word", "answer_start": 0}]
+    qas = [{"id": "1", "question": "What?", "answers": answers}]
+    data = [{"title": "t", "paragraphs": [{"context": context, "qas": qas}]}]
+    for name in ("train", "dev"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"data": data}))
+    line = ["task", "squad", "--input", tmp_path, "--tokenizer", "micro/english"]
+    preprocess(*line, "--output", tmp_path / "s")
+    words = "does not know 0.654 % of the tokens and 13.8 % of the text of train"
+    assert words in capsys.readouterr().err
+
+
 def test_unseen_classes_of_words_are_missed_entities() -> None:
     """A type that training lacks is an entity that nothing finds; neighbours count as one."""
     classes = ["B-PER", "I-PER", "O"]

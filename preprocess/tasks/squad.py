@@ -411,6 +411,8 @@ class WindowWriter:
         encoded = iter(self.tokenizer.encode_batch(texts))
         for (title, text, questions), (ids, starts, ends) in zip(block, contexts, strict=True):
             self.counts.articles.add(title)
+            unknown = ids == self.tokenizer.special["unk"]
+            self.split.count_characters(len(text), int((ends - starts)[unknown].sum()))
             for question in questions:
                 span = (-1, -1)
                 if question.answers:
