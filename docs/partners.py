@@ -10,8 +10,8 @@ A share is the mean attention weight from a token to its partners, over all toke
 - In a row of one text, which must be nested brackets (Chiang & Lee 2020, section 3), the partner is
   the token that opens or closes the same pair.
 - In a row of two texts the partners are the equal tokens of the other text.
-- With offset=-1 the partner is the token before, with offset=1 the token after, and so on. Special
-  tokens are partners, too, but have none.
+- With offset=-1 the partner is the token before, with offset=1 the token after, and so on. A
+  special token may be a partner, but has none.
 
 `uniform` is the share of attention that is equal for all tokens of a row.
 """

@@ -24,6 +24,10 @@ from .bad import STRICT, BadRows
 
 BATCH = 2**20  # characters encoded at once
 PACKED = (".gz", ".zst")  # endings of compressed files
+# In UTF-16 about every second byte of Latin, Arabic or Thai is one of these. NUL is among them, and
+# is always the first or always the second byte of a character.
+CONTROLS = re.compile(rb"[\x00-\x08\x0e-\x1a]")
+ISO_2022 = re.compile(rb"\x1b\$[@AB(]")  # the escapes before Japanese, Chinese or Korean
 UNREAD = (".tar", ".tgz", ".zip", ".bz2", ".xz", ".7z")  # endings of files that must be unpacked
 
 
@@ -61,12 +65,6 @@ def sources(paths: Sequence[Path]) -> list[dict[str, Any]]:
         }
         for path in paths
     ]
-
-
-# In UTF-16 every second byte of Latin, Arabic or Thai is one of these, and NUL is always the first
-# or always the second byte of a character.
-CONTROLS = re.compile(rb"[\x00-\x08\x0e-\x1a]")
-ISO_2022 = re.compile(rb"\x1b\$[@AB(]")
 
 
 def open_binary(path: Path, advance: Callable[[int], None] = lambda _: None) -> BinaryIO:

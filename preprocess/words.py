@@ -106,7 +106,7 @@ class CachedEncoder:
             self._forget()
         else:
             self.rules = None
-        self.unknown = 0
+        self.unknown = 0  # without those of the probe
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts.

@@ -269,7 +269,7 @@ def test_attention_to_equal_tokens(tmp_path: Path) -> None:
     shares, expected = partners.shares(str(tmp_path / "F.h5"))
     np.testing.assert_allclose(shares[1], [uniform, 1], rtol=1e-3)
     assert expected == pytest.approx(uniform)
-    # of the second row, the separator and the first token have no neighbours
+    # in the second row, the first token and the separator have no neighbours
     before = np.argwhere(partners.neighbours(np.array(rows[1]), -1)).tolist()
     after = np.argwhere(partners.neighbours(np.array(rows[1]), 1)).tolist()
     assert before == [[1, 0], [2, 1], [3, 2]]

@@ -447,7 +447,7 @@ def test_long_words_do_not_vanish_without_a_line(
     told = "does not know 0.266 % of the tokens and 12.2 % of the text of train"
     assert f"{told}, which became [UNK]" in said
     assert "of valid" not in said.replace("rows of valid", "")
-    assert "more than 100 characters; if words have no spaces" in said
+    assert "more than 100 characters; for text without spaces, such as Thai" in said
     rows = "".join(f"{short}{long if i % 3 == 0 else ''}\t{'ab'[i % 2]}\n" for i in range(60))
     _written(tmp_path / "t.tsv", f"text\tlabel\n{rows}")
     line = ["task", "tsv", "--train", tmp_path / "t.tsv", "--valid", tmp_path / "t.tsv"]

@@ -358,10 +358,12 @@ def _survey(task: TaskSource, seed: int, drawn: Sequence[str] | None = None) -> 
         elif drawn is not None and len(row.texts) > 1:  # pairs, and contexts of questions
             for part in row.texts[: 1 if task.kind == "choice" else 2]:
                 add(survey.parts, row.split, part.strip())
-    known = {key for keys in survey.keys.values() for key in keys} if apart else set[int]()
-    for split, number, composed in apart:
-        if composed in known:  # a text without a twin keeps its hash, and so its split
-            survey.keys[split][number] = composed
+    if apart:
+        every = np.concatenate([np.asarray(keys) for keys in survey.keys.values()])
+        twins = np.isin(np.array([composed for *_, composed in apart], np.uint64), every)
+        for (split, number, composed), twin in zip(apart, twins, strict=True):
+            if twin:  # a text without a twin keeps its hash, and so its split
+                survey.keys[split][number] = composed
     for split, path in task.splits:
         if split and split not in survey.rows:
             raise BadInput(f"{path} holds no example, so the split {split} would be empty")

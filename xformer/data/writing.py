@@ -16,9 +16,9 @@ from xformer.data.files import atomic_directory, block_checksums, file_checksum,
 from xformer.data.store import FORMAT, HEADER, SUMS, TEXTS
 
 NARROWED = 2**20  # offsets that are rewritten at a time
-WHOLE_WORDS = (  # ends the warning on unknown tokens if they hold most of what is unknown
+WHOLE_WORDS = (  # ends the warning on unknown tokens if they stand for much text
     "; WordPiece makes one [UNK] of a whole word with an unknown character, or with more than 100 "
-    "characters; if words have no spaces between them (Thai), train --kind unigram or bpe"
+    "characters; for text without spaces, such as Thai, train --kind unigram or bpe"
 )
 
 
