@@ -59,6 +59,7 @@ check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin xformer preprocess
 
 format: .venv/ready
 	$(BIN)/ruff check --fix .

@@ -120,7 +120,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "From raw files to stores.": ("xformer.preprocess",),
     "The command `xformer`.": ("xformer.command", "xformer.__main__"),
 }
-LINES_OF_TRAINING = 9_396
+LINES_OF_TRAINING = 9_406
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from helpers import PATIENCE, ROOT, SMOKE, training
+from helpers import PATIENCE, ROOT, SMOKE, Forks, good, training
 from toys import Toys
 
 from xformer import start
@@ -171,13 +171,30 @@ def test_doors_prepare_the_process_before_torch(door: str) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_another_system_is_refused_in_one_line() -> None:
-    code = "import sys; sys.platform = 'darwin'; from xformer.start import run; run(print)"
+def test_windows_is_refused_in_one_line() -> None:
+    code = "import sys; sys.platform = 'win32'; from xformer.start import run; run(print)"
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "error: xformer runs on Linux only, not on darwin\n"
+    words = "xformer does not run on Windows itself; use its Linux subsystem (WSL)"
+    assert ended.stderr == f"error: {words}\n"
+
+
+def test_a_run_without_what_macos_lacks(forks: Forks, data: Toys, tmp_path: Path) -> None:
+    """The run has no core affinity and no /proc. `make check` looks for other missing functions."""
+    before = (
+        "import os, sys; from pathlib import Path\n"
+        "sys.platform = 'darwin'; del os.sched_getaffinity\n"
+        "def refuse(path, *a, _open=Path.open, **k):\n"
+        "    if str(path).startswith('/proc'): raise FileNotFoundError(path)\n"
+        "    return _open(path, *a, **k)\n"
+        "Path.open = refuse"
+    )
+    run = tmp_path / "run"
+    line = training(SMOKE, data.text, run, "train.steps=2", "train.log_every=1", "system.threads=0")
+    good(forks.run(*line, before=before))
+    good(forks.run("evaluate.py", run, f"data={data.text}", "split=valid", before=before))
 
 
 def test_a_reader_that_ends_early() -> None:

@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 import looking
 import numpy as np
 import pytest
-from helpers import ROOT, Forks, command, good, refused, start
+from helpers import PATIENCE, ROOT, Forks, command, good, refused, start
 from markupsafe import escape
 from plans import SCALES, planned
 from pydantic import BaseModel
@@ -2155,6 +2155,19 @@ def test_a_run_that_another_process_has_is_waited_for(tmp_path: Path) -> None:
         outcomes = pool.run_jobs([shared], pool.Local(1, 1), lambda _: None, lambda _: None, 0.01)
     assert outcomes["shared"].state == "there"
     assert not in_use(shared.path)
+
+
+def test_on_macos_a_job_is_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "FORKS", False)
+    monkeypatch.setattr(pool, "_start_server", lambda _: pytest.fail("there is no server"))
+    threads = job(tmp_path, "threads", "import os; P.write_text(os.environ['OMP_NUM_THREADS'])")
+    handle = pool.Local(1, 3).start(threads, [0])
+    handle.join(PATIENCE)
+    assert (handle.exitcode, threads.proof.read_text()) == (0, "3")
+    fails = job(tmp_path, "fails", "print('why'); raise SystemExit(4)")
+    handle = pool.Local(1, 1).start(fails, [0])
+    handle.join(PATIENCE)
+    assert (handle.exitcode, pool.log_of(fails).read_text()) == (4, "why\n")
 
 
 def test_gpus_are_those_that_the_process_may_see(

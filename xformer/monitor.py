@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -335,7 +337,9 @@ def peak_memory(device: torch.device) -> float:
     process (0 if the system does not tell)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    # getrusage would also count the memory of the process that started this one. VmHWM is the peak;
-    # a system that lacks it tells the present value, VmRSS.
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30
+    # Here getrusage would also count the memory of the process that started this one. VmHWM is the
+    # peak; a system that lacks it tells the present value, VmRSS.
     told = re.search(r"Vm(?:HWM|RSS):\s*(\d+) kB", Path("/proc/self/status").read_text())
     return int(told[1]) / 2**20 if told else 0.0

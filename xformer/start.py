@@ -45,8 +45,8 @@ def run(main: Callable[[], None]) -> None:
     rank_zero = os.environ.get("RANK", "0") == "0"
     status, lines = 0, tuple[str, ...]()
     try:
-        if sys.platform != "linux":
-            raise BadInput(f"xformer runs on Linux only, not on {sys.platform}")
+        if sys.platform == "win32":
+            raise BadInput("xformer does not run on Windows itself; use its Linux subsystem (WSL)")
         main()
     except BadInput as error:
         status, lines = error.status, error.lines

@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
-import os
 import signal
 import time
 from collections.abc import Generator, Iterator
@@ -47,6 +46,7 @@ from xformer.data import vocabularies
 from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput, Failure
+from xformer.data.files import usable_cores
 from xformer.data.joined import open_stores
 from xformer.data.outputs import check_directory
 from xformer.data.store import MAX_PIECES, Store
@@ -541,7 +541,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.partners,
     )
     started = time.monotonic()
-    workers = arguments.workers or len(os.sched_getaffinity(0))
+    workers = arguments.workers or usable_cores()
     written = write_corpus(
         arguments.output,
         corpus,

@@ -16,7 +16,7 @@ from xformer.data import tokenizers
 from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
 from xformer.data.errors import BadInput
-from xformer.data.files import read_json
+from xformer.data.files import read_json, usable_cores
 from xformer.data.outputs import check_directory
 from xformer.data.store import Ragged, Store, open_store
 from xformer.data.tokenizers import Tokenizer
@@ -314,7 +314,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise BadInput(
             "--lines is for plain text; leave it out, because other formats mark their documents"
         )
-    workers = arguments.workers or len(os.sched_getaffinity(0))
+    workers = arguments.workers or usable_cores()
     os.environ["RAYON_NUM_THREADS"] = str(workers)  # tokenizers reads it when it starts threads
     tokenizer = tokenizers.load_tokenizer(arguments.tokenizer)
     bad = BadRows(arguments.skip_bad)

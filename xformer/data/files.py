@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -387,6 +388,13 @@ def put_back(path: Path) -> None:
             f"{aside.name}, has been put back",
             error=True,
         )
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may use."""
+    if sys.platform == "darwin":  # which has no affinity
+        return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def alive(process: int) -> bool:

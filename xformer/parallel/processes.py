@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from xformer.config import Settings
 from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure
+from xformer.data.files import usable_cores
 from xformer.ops import attention
 from xformer.parallel.precision import use_tf32
 from xformer.parallel.watch import Watch
@@ -180,7 +181,7 @@ def start(config: SystemConfig) -> Ranks:
             torch.use_deterministic_algorithms(True)
     use_tf32(device, config.tf32)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if local_world_size == 1 and threads.isdigit() and int(threads):  # torchrun itself sets it to 1
         cores = int(threads)

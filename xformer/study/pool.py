@@ -24,7 +24,7 @@ from xformer import provenance
 from xformer.config import toml_text
 from xformer.data.display import Progress, duration, say
 from xformer.data.errors import BadInput, Interrupted, lacks
-from xformer.data.files import HOST, alive, owner
+from xformer.data.files import HOST, alive, owner, usable_cores
 from xformer.monitor import events
 from xformer.run import in_use
 from xformer.study.costs import Costs
@@ -34,6 +34,7 @@ from xformer.study.plan import Job, Plan, to_do
 TAIL = 15  # lines shown of a failed job's log
 SCRIPTS = ("preprocess.py", "train.py", "evaluate.py")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)  # they end a study at its next poll
+FORKS = sys.platform != "darwin"  # macOS's own libraries may not survive a fork
 POLL = 0.2  # seconds
 MINUTE = 60.0  # seconds between two progress lines in a log
 WARNINGS = "warnings.txt"  # what a job warned of, beside its kept result
@@ -110,7 +111,8 @@ class Local:
     """Processes of this machine. Each slot has its share of the cores; with GPUs, slot i has GPU i
     modulo their number.
 
-    They are forked from one server process that has imported what they need.
+    They are forked from one server process that has imported what they need. On macOS
+    each starts anew.
     """
 
     slots: int
@@ -131,14 +133,16 @@ class Local:
             "OMP_NUM_THREADS": str(self.threads),
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
-        _start_server(environment)
+        if FORKS:
+            _start_server(environment)
         if self.devices:
             devices = dict.fromkeys(self.devices[slot % len(self.devices)] for slot in slots)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         log = log_of(job).absolute()
         log.open("ab").close()  # fail here if the log cannot be written
         arguments = (line_of(job)[1:], str(log), environment)
-        process = get_context("forkserver").Process(target=become, args=arguments)
+        context = get_context("forkserver") if FORKS else get_context("spawn")
+        process = context.Process(target=become, args=arguments)
         process.start()
         return process
 
@@ -148,7 +152,7 @@ def local(jobs: int) -> Local:
     without GPUs, one on each core."""
     import torch
 
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
