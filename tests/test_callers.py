@@ -216,6 +216,10 @@ def test_a_checkpoint_is_shown_in_one_line(classes: Checkpoint) -> None:
         (Head("classify"), "the head classify needs labels="),
         (Head("tag"), "the head tag needs labels="),
         (Head("span", layer=1), "probe.layer=1 needs one of the heads classify, regress, tag"),
+        (Head("classify", ("a", "a")), r"labels=\['a', 'a'\]: a class is named twice"),
+        (replace(CLASSES, metric="auc"), "metric='auc' is none of loss, accuracy, f1, mcc"),
+        (replace(CLASSES, max_tokens=2), "max_tokens is at least 3"),
+        (Head("regress", scale=(0.0, 0.0)), r"scale\[1\] is above 0"),
         (replace(CLASSES, layer=-1), r"probe.layer=-1: the model has 4 layers; give 0"),
         (replace(CLASSES, layer=5), r"probe.layer=5: the model has 4 layers; give 0"),
     ],
@@ -235,6 +239,8 @@ def test_what_a_batch_lacks(classes: Checkpoint, english: Checkpoint) -> None:
     for start in (classes, english.with_head(Head("regress"))):
         with pytest.raises(ValueError, match="the batch has no labels, which the loss"):
             start.model()(batch)
+    with pytest.raises(BadInput, match="the labels are scores, but this head needs the numbers"):
+        classes.model()(pack(english.tokenizer, ["a"], [1.0]))
     for labels in ([[0.2, 0.8]], ["a"], [None]):
         with pytest.raises(BadInput, match="labels must be one number for each row"):
             pack(english.tokenizer, ["a"], labels)

@@ -120,7 +120,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "From raw files to stores.": ("xformer.preprocess",),
     "The command `xformer`.": ("xformer.command", "xformer.__main__"),
 }
-LINES_OF_TRAINING = 9_406
+LINES_OF_TRAINING = 9_433
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -243,7 +243,10 @@ def test_training_needs_no_more_code_than_it_did() -> None:
         loaded |= new
         new = {name for module in new for name in imports(module) if name in MODULES} - loaded
     lines = sum(map(code_lines, loaded))
-    assert lines <= LINES_OF_TRAINING, f"{lines:,} lines in {len(loaded)} modules"
+    assert lines <= LINES_OF_TRAINING, (
+        f"{lines:,} lines in {len(loaded)} modules: raise LINES_OF_TRAINING, and say in "
+        "docs/log.md what the lines are for"
+    )
 
 
 def test_the_data_needs_no_torch() -> None:

@@ -12,6 +12,9 @@ import pytest
 import torch
 from helpers import QUIET, ROOT
 
+from xformer import checkpoint
+from xformer.surgery import registry
+
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 
 
@@ -36,6 +39,21 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert names["answers"].tolist() == [1, 0]
     assert names["losses"]
     assert names["test"].metrics()["accuracy"] == 1.0
+
+
+def test_the_operation_of_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/howto/extend.md defines an operation. It works, is recorded, and has a help text."""
+    monkeypatch.setattr(registry, "OPERATIONS", dict(registry.OPERATIONS))
+    page = (ROOT / "docs/howto/extend.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(block, "docs/howto/extend.md", "exec"), names)
+    english = checkpoint.load("micro/english")
+    half = registry.apply(english, [registry.parse_operation("scale_embeddings(factor=0.5)")])
+    word = "encoder.embeddings.word.weight"
+    assert torch.equal(half.weights[word], english.weights[word] / 2)
+    assert half.history[-1] == {"op": "scale_embeddings", "factor": 0.5}
+    assert registry.in_words("scale_embeddings") == "multiply all word embeddings by a factor"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -392,6 +392,11 @@ def test_rows_of_any_iterator_become_a_store(english: Checkpoint, tmp_path: Path
         ({"train": [("a", "x")]}, (), "the label 'x' is not a number; give the names"),
         ({"train": ["a"]}, "xy", r"labels=\['x', 'y'\]: the rows are texts alone"),
         ({"train": [("a", "x")]}, "xx", r"labels=\['x', 'x'\]: a class is named twice"),
+        ({"train": [("a", "x")]}, "x", r"labels=\['x'\]: there is only one class"),
+        ({"train": [("a", 1e39)]}, (), "the label 1e\\+39 is too large for a score"),
+        ({"train": [("a", "-inf")]}, (), "the label '-inf' is too large for a score"),
+        ({"train": ["a"], "validation": ["a"]}, (), "no split 'validation'; the usual names"),
+        ({"../train": ["a"]}, (), "no split '../train'"),
     ],
 )
 def test_rows_that_are_refused(

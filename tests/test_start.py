@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -20,6 +21,11 @@ from toys import Toys
 from xformer import start
 from xformer.data.errors import DISTRIBUTION
 
+LIMIT_IN_A_COMMAND = (
+    "import resource\n"
+    "from xformer.start import run\n"
+    "run(lambda: print(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))"
+)
 LIMIT = 30  # seconds; the work takes ten on an idle machine
 
 
@@ -169,6 +175,13 @@ def test_doors_prepare_the_process_before_torch(door: str) -> None:
     """Importing a script does not load torch, so `run` acts before torch is imported."""
     code = f"import sys, {door}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_limit_of_open_files_is_raised(tmp_path: Path) -> None:
+    line = "ulimit -S -n 256; " + shlex.join([sys.executable, "-c", LIMIT_IN_A_COMMAND])
+    shown = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert int(shown.stdout) == (start.FILES if hard < 0 else min(start.FILES, hard))
 
 
 def test_windows_is_refused_in_one_line() -> None:

@@ -247,6 +247,7 @@ def test_the_content_of_a_linked_directory_belongs_to_a_key(tmp_path: Path) -> N
     (real / "back").symlink_to(given)  # goes round in circles
     digests = Digests(tmp_path / "digests.json")
     before = digests.of(given)
+    (given / ".DS_Store").touch()  # macOS writes it when somebody looks at the directory
     assert digests.of(given) == before
     (real / "a").write_text("23")
     assert digests.of(given) != before

@@ -34,7 +34,7 @@ from xformer.freeze import weights_matching
 from xformer.model.config import ModelConfig
 from xformer.recipe import AnyOperation
 from xformer.study.forecast import shape_after
-from xformer.surgery import random_values
+from xformer.surgery import random_values, registry
 from xformer.surgery.registry import OPERATIONS, parse_operation, split_docstring
 
 WORD, BIAS = "encoder.embeddings.word.weight", "mlm_head.bias"
@@ -522,6 +522,24 @@ def test_the_order_matters_and_is_kept() -> None:
     added = [record["op"] for record in one.history[len(before.history) :]]
     assert added == ["keep_layers", "reverse_layers"]
     assert surgery.apply(before, []) is before
+
+
+def test_an_operation_that_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "OPERATIONS", dict(OPERATIONS))
+
+    def mine(checkpoint: Checkpoint, share: float) -> Checkpoint:
+        """Change a share of the weights."""
+        return checkpoint
+
+    with pytest.raises(TypeError, match=r"operation mine: the argument share needs .* 'Args:'"):
+        registry.operation(mine)
+    mine.__doc__ = "Change a share of the weights.\n\nArgs:\n    share: How many."
+    registry.operation(mine)
+    registry.operation(mine)  # as when a cell of a notebook runs again
+    assert parse_operation("mine(share=0.5)").arguments == {"share": 0.5}
+    mine.__name__ = "clean"
+    with pytest.raises(TypeError, match=r"an operation clean already, in xformer.surgery"):
+        registry.operation(mine)
 
 
 def test_the_signature_is_the_schema_and_the_docstring_is_the_help() -> None:

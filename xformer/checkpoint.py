@@ -112,12 +112,19 @@ class Checkpoint:
         kept. A task head is always initialised anew, because equal labels may belong to another
         task.
 
-        Raises BadInput if there is no such head, if it lacks the names of its classes, or if the
-        architecture does not support it.
+        Raises BadInput if there is no such head, if it lacks the names of its classes or has one
+        twice, if it has a metric or a number that is not allowed, or if the architecture does not
+        support it.
         """
         task = task_of(head)
         if task.named_classes and not task.predicts_masked and not head.labels:
             raise BadInput(f"the head {head.kind} needs labels=, the names of its classes")
+        if len(set(head.labels)) < len(head.labels):
+            raise BadInput(f"labels={list(head.labels)}: a class is named twice")
+        if head.metric not in (None, *task.metrics):
+            raise BadInput(f"metric={head.metric!r} is none of {', '.join(task.metrics)}")
+        if head.max_tokens < 3 or not head.scale[1] > 0:
+            raise BadInput(f"{head}: max_tokens is at least 3, and scale[1] is above 0")
         check_head(self.config, task)
         kept = {k: v for k, v in self.weights.items() if not k.startswith("task_head")}
         with torch.device("meta"):

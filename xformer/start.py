@@ -28,6 +28,7 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPINS = "2000"  # iterations of libgomp's waiting loop; measured in docs/scaling.md
 POLL = 1.0  # seconds between two checks of the parent
 OBJECTS = 100_000  # new objects between two searches for garbage; Python's default is 700
+FILES = 4096  # that a command may open
 GRACE = 7.0  # seconds that an orphaned rank has to write a checkpoint
 
 
@@ -47,6 +48,7 @@ def run(main: Callable[[], None]) -> None:
     try:
         if sys.platform == "win32":
             raise BadInput("xformer does not run on Windows itself; use its Linux subsystem (WSL)")
+        allow_more_files()
         main()
     except BadInput as error:
         status, lines = error.status, error.lines
@@ -112,6 +114,16 @@ def search_for_garbage_seldom() -> None:
     gc.set_threshold(OBJECTS)
     # Frozen objects are not searched. If Triton is loaded, it would report each of them as leaked.
     atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())
+
+
+def allow_more_files() -> None:
+    """Raise the limit of open files, which on macOS is 256. Each column of a store is one."""
+    import resource  # Windows has none
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < FILES:
+        most = hard if 0 <= hard < FILES else FILES
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def end_with_parent() -> None:

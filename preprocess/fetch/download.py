@@ -213,7 +213,10 @@ def _network(url: str) -> Iterator[None]:
     except URLError as error:
         if isinstance(error.reason, ssl.SSLCertVerificationError):
             why = error.reason.verify_message
-            raise Failure(f"{url}: the server's certificate is not valid: {why}") from None
+            raise Failure(
+                f"{url}: the server's certificate is not valid: {why}; SSL_CERT_FILE=FILE names "
+                "other certificates to trust"
+            ) from None
         kind = _BrokenError if isinstance(error.reason, TimeoutError) else _UnreachableError
         raise kind(f"the server cannot be reached: {error.reason}") from None
     except TimeoutError:

@@ -186,7 +186,8 @@ def _texts(path: Path, head: HeadRecord) -> Iterator[Row]:
         names = [[own] if own else known for own, known in both if known]
     else:
         recorded = ("text", "text_b") if head.pair else ("text",)
-        names = [[str(head.columns[key])] if head.columns.get(key) else [] for key in recorded]
+        columns = head.columns or {name: name for name in recorded}  # of a head made in Python
+        names = [[str(columns[key])] if columns.get(key) else [] for key in recorded]
     form = _form_of_training(path, head) if head.task == "tsv" else None
     for line, texts, id_ in _table(path, head, names, form, True, empty_rows=True):
         yield Row(INPUT, tuple(texts), None, path, line, id_)

@@ -5,6 +5,7 @@ A row is a text; or a tuple of a text and a label; or a tuple of two texts and a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -17,9 +18,12 @@ from xformer.data.memory import ids_of
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
+LARGEST = float(np.finfo(np.float32).max)
 BATCH = 1000  # rows that are encoded and written together
 Row = tuple[Any, ...]
 FORMS = {1: "a text", 2: "(text, label)", 3: "(text, second text, label)"}  # by width
+USUAL = "train, valid and test"
+OTHER_NAMES = ("val", "validation", "dev", "devel")  # of valid, in other programs
 METRICS = {"text": None, "class": "accuracy", "score": "spearman"}
 
 
@@ -40,16 +44,21 @@ def write_store(
     pre-training into rows that fit the model.
 
     Raises BadInput if `path` exists (with `overwrite`, if it is not a store), if a split has no
-    rows, if a row has another form than the first one or a label that is not known, or if `labels`
-    has a name that is not a text, names a class twice, or the rows have none.
+    rows or a name that no command would find, if a row has another form than the first one or a
+    label that is not known or not finite, or if `labels` has a name that is not a text, names a
+    class twice or only one class, or the rows have none.
     """
     if not all(isinstance(label, str) for label in labels):
         raise BadInput(f"labels={list(labels)}: give the names of the classes, which are texts")
+    for name in splits:
+        if name in OTHER_NAMES or not re.fullmatch(r"\w[\w.-]*", name):
+            raise BadInput(f"there can be no split {name!r}; the usual names are {USUAL}")
     first, splits = _peeked(splits)
     texts = ["tokens", "tokens_b"][: max(1, len(first) - 1)]
     kind = "text" if len(first) == 1 else "class" if labels else "score"
-    if labels and (kind == "text" or len(set(labels)) < len(labels)):
-        why = "the rows are texts alone" if kind == "text" else "a class is named twice"
+    if labels and (kind == "text" or len(set(labels)) < max(2, len(labels))):
+        alone = "there is only one class" if len(labels) == 1 else "a class is named twice"
+        why = "the rows are texts alone" if kind == "text" else alone
         raise BadInput(f"labels={list(labels)}: {why}")
     columns = dict.fromkeys(texts, "")
     if kind != "text":
@@ -119,11 +128,14 @@ def _number(label: Any, labels: Sequence[str]) -> float:
     """The number of a class, or a score. Raises BadInput if it is neither."""
     if not labels:
         try:
-            return float(label)
+            score = float(label)
         except (TypeError, ValueError):
             raise BadInput(
                 f"the label {label!r} is not a number; give the names of the classes as labels="
             ) from None
+        if abs(score) > LARGEST:  # NaN: the row has no score
+            raise BadInput(f"the label {label!r} is too large for a score, which is float32")
+        return score
     if isinstance(label, str) and label in labels:
         return labels.index(label)
     if not isinstance(label, str) and label in range(len(labels)):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -225,8 +226,9 @@ class Store:
         def check() -> None:
             if begin is not None:
                 begin.wait()
-            with suppress(OSError):  # without permission the thread keeps its priority
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            if sys.platform == "linux":  # elsewhere a thread's number is not that of a process
+                with suppress(OSError):  # without permission the thread keeps its priority
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
             if line := self.damage():
                 report(line)
 

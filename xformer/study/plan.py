@@ -605,13 +605,15 @@ def _check_scores(place: str, jobs: Sequence[Job], metric: str, logged: Sequence
 
 def _files(directory: Path) -> Iterator[Path]:
     """The files in a directory and in those that it links to, relative to it. A directory that has
-    several names is entered once, so that links may go round in circles."""
+    several names is entered once, so that links may go round in circles. What macOS notes about a
+    directory that somebody looks at is left out."""
     seen = {directory.resolve()}
     for folder, folders, names in os.walk(directory, followlinks=True):
         inner = {name: Path(folder, name).resolve() for name in sorted(folders)}
         folders[:] = [name for name, path in inner.items() if path not in seen]
         seen |= set(inner.values())
-        yield from (Path(folder, name).relative_to(directory) for name in names)
+        kept = (name for name in names if name != ".DS_Store")
+        yield from (Path(folder, name).relative_to(directory) for name in kept)
 
 
 class Digests:

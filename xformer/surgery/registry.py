@@ -78,6 +78,9 @@ def operation(function: Function, check: Callable[..., None] | None = None) -> F
     """
     name = function.__name__
     signature = inspect.signature(function, eval_str=True)
+    before = OPERATIONS.get(name)
+    if before and before.function.__module__ != function.__module__:
+        raise TypeError(f"there is an operation {name} already, in {before.function.__module__}")
     OPERATIONS[name] = Registered(function, _schema(function, signature), check)
 
     @functools.wraps(function)
@@ -96,6 +99,11 @@ def _schema(function: Callable[..., Checkpoint], signature: inspect.Signature) -
     fields: dict[str, Any] = {"op": (Literal[name], name)}
     for argument in list(signature.parameters.values())[1:]:
         annotation = argument.annotation
+        if annotation is argument.empty or argument.name not in sentences:
+            raise TypeError(
+                f"operation {name}: the argument {argument.name} needs a type annotation and, in "
+                f"the docstring, an entry '{argument.name}: Sentence.' under 'Args:'"
+            )
         default = ... if argument.default is argument.empty else argument.default
         if argument.name == "seed":  # None: the seed of the recipe or of the command line
             annotation = annotation | None

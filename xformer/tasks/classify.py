@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xformer.data.batch import Batch, Workload
+from xformer.data.errors import BadInput
 from xformer.data.store import UNLABELLED, UNSEEN, Split
 from xformer.model.config import ModelConfig
 from xformer.tasks.task import (
@@ -99,6 +100,8 @@ class Classify(Pooled):
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
         logits, labels = in_full(self.logits(model, batch)), needed(batch.labels, "labels")
+        if labels.is_floating_point():
+            raise BadInput("the labels are scores, but this head needs the numbers of classes")
         count, correct = n_labels(labels), (logits.detach().argmax(1) == labels).sum().float()
         if not model.training:
             return Loss(F.cross_entropy(logits, labels, reduction="sum"), count, correct)

@@ -119,8 +119,8 @@ class Task(ABC):
     A subclass sets the first four attributes below, and others that differ from their defaults. It
     defines the abstract methods, `outputs` if it has a task head, and `table` if its predictions
     can be written as a table. Once it is listed in xformer.tasks.known, it can be used in recipes,
-    training, scoring, prediction, checkpoints and studies. If it needs a new kind of rows, add a
-    reader to preprocess/ and a name for the kind to xformer.data.store.
+    training, scoring, prediction, checkpoints and studies. If it needs a new kind of rows,
+    docs/howto/extend.md lists what else to change.
 
     Evaluation keeps `width` numbers for each row of a split, or for each token if `size` says so.
     """
