@@ -218,8 +218,8 @@ def test_a_checkpoint_is_shown_in_one_line(classes: Checkpoint) -> None:
         (Head("span", layer=1), "probe.layer=1 needs one of the heads classify, regress, tag"),
         (Head("classify", ("a", "a")), r"labels=\['a', 'a'\]: a class is named twice"),
         (replace(CLASSES, metric="auc"), "metric='auc' is none of loss, accuracy, f1, mcc"),
-        (replace(CLASSES, max_tokens=2), "max_tokens is at least 3"),
-        (Head("regress", scale=(0.0, 0.0)), r"scale\[1\] is above 0"),
+        (replace(CLASSES, max_tokens=2), "max_tokens=2: a row has at least 3 tokens"),
+        (Head("regress", scale=(0.0, 0.0)), r"scale=\(0.0, 0.0\): the second number must"),
         (replace(CLASSES, layer=-1), r"probe.layer=-1: the model has 4 layers; give 0"),
         (replace(CLASSES, layer=5), r"probe.layer=5: the model has 4 layers; give 0"),
     ],
@@ -227,6 +227,11 @@ def test_a_checkpoint_is_shown_in_one_line(classes: Checkpoint) -> None:
 def test_heads_that_are_refused(english: Checkpoint, head: Head, words: str) -> None:
     with pytest.raises(BadInput, match=words):
         english.with_head(head)
+
+
+def test_masked_words_of_a_labelled_store(english: Checkpoint) -> None:
+    """The head of such a run has the metric of the store, which it does not use."""
+    assert english.with_head(Head("mlm", metric="spearman")).head is not None
 
 
 # ------------------------------------------------------------------------------- errors

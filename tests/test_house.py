@@ -120,7 +120,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "From raw files to stores.": ("xformer.preprocess",),
     "The command `xformer`.": ("xformer.command", "xformer.__main__"),
 }
-LINES_OF_TRAINING = 9_433
+LINES_OF_TRAINING = 9_436
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -395,8 +395,12 @@ def test_rows_of_any_iterator_become_a_store(english: Checkpoint, tmp_path: Path
         ({"train": [("a", "x")]}, "x", r"labels=\['x'\]: there is only one class"),
         ({"train": [("a", 1e39)]}, (), "the label 1e\\+39 is too large for a score"),
         ({"train": [("a", "-inf")]}, (), "the label '-inf' is too large for a score"),
-        ({"train": ["a"], "validation": ["a"]}, (), "no split 'validation'; the usual names"),
-        ({"../train": ["a"]}, (), "no split '../train'"),
+        (
+            {"train": ["a"], "validation": ["a"]},
+            (),
+            "the split 'validation' is called 'valid' here",
+        ),
+        ({"../train": ["a"]}, (), "letters, digits, '_', '-' and '.', not '../train'"),
     ],
 )
 def test_rows_that_are_refused(

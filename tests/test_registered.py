@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
+import zipfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,14 @@ import pytest
 from test_study import STUDY, data, finish, html_of, markdown_of, plan_of  # noqa: F401
 
 from xformer.data.errors import BadInput
-from xformer.study.claims import Verdict, detectable, origins, paired_test, verdicts
+from xformer.study.claims import (
+    Verdict,
+    detectable,
+    origins,
+    paired_test,
+    registration_lines,
+    verdicts,
+)
 from xformer.study.plan import Job
 from xformer.study.results import Results
 from xformer.study.spec import read_study
@@ -227,6 +236,17 @@ def test_a_report_shows_margin_power_and_commit(file: Path, tmp_path: Path) -> N
     pretrain.proof.write_text(json.dumps({"metrics": {}, "seconds": 2.0}))
     assert registered_if_older(pretrain) == verdict.registered
     assert registered_if_older(finetune).startswith("exploratory: ")
+
+    # --dry-run says so, too, if the results are only kept
+    there = registration_lines(plan)
+    plan.kept = tmp_path / "kept"
+    plan.kept.mkdir()
+    for run in plan.runs("finetune"):
+        with zipfile.ZipFile(plan.kept / f"{run.key}.zip", "w") as kept:
+            kept.write(run.path / "log.jsonl", "log.jsonl")
+        shutil.rmtree(run.path)
+    assert registration_lines(plan) == there
+    assert "the first result is of 1998-07-09 16:00" in there[2]
 
 
 def test_a_claim_with_too_few_seeds_is_refused(file: Path) -> None:

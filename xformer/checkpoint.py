@@ -121,10 +121,12 @@ class Checkpoint:
             raise BadInput(f"the head {head.kind} needs labels=, the names of its classes")
         if len(set(head.labels)) < len(head.labels):
             raise BadInput(f"labels={list(head.labels)}: a class is named twice")
-        if head.metric not in (None, *task.metrics):
+        if not task.predicts_masked and head.metric not in (None, *task.metrics):
             raise BadInput(f"metric={head.metric!r} is none of {', '.join(task.metrics)}")
-        if head.max_tokens < 3 or not head.scale[1] > 0:
-            raise BadInput(f"{head}: max_tokens is at least 3, and scale[1] is above 0")
+        if head.max_tokens < 3:
+            raise BadInput(f"max_tokens={head.max_tokens}: a row has at least 3 tokens")
+        if not head.scale[1] > 0:
+            raise BadInput(f"scale={head.scale}: the second number must be above 0")
         check_head(self.config, task)
         kept = {k: v for k, v in self.weights.items() if not k.startswith("task_head")}
         with torch.device("meta"):

@@ -123,7 +123,8 @@ def allow_more_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < FILES:
         most = hard if 0 <= hard < FILES else FILES
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        with suppress(OSError, ValueError):  # without permission the limit stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def end_with_parent() -> None:

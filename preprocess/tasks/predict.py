@@ -34,6 +34,7 @@ SEQUENCES = dna.DNA_TASKS | protein.PROTEIN_TASKS
 JSON, PARQUET = (".jsonl", ".json"), ".parquet"
 TABLES = (".csv", ".tsv", *JSON, PARQUET)
 OTHERS = "columns= names other columns"
+NOT_RECORDED = "the checkpoint does not record which of them are the texts: columns= names them"
 Names = Sequence[Sequence[str]]  # for each text, the names that its column may have
 
 
@@ -186,8 +187,7 @@ def _texts(path: Path, head: HeadRecord) -> Iterator[Row]:
         names = [[own] if own else known for own, known in both if known]
     else:
         recorded = ("text", "text_b") if head.pair else ("text",)
-        columns = head.columns or {name: name for name in recorded}  # of a head made in Python
-        names = [[str(columns[key])] if columns.get(key) else [] for key in recorded]
+        names = [[str(head.columns[key])] if head.columns.get(key) else [] for key in recorded]
     form = _form_of_training(path, head) if head.task == "tsv" else None
     for line, texts, id_ in _table(path, head, names, form, True, empty_rows=True):
         yield Row(INPUT, tuple(texts), None, path, line, id_)
@@ -338,7 +338,8 @@ def _wrong_header(path: Path, header: list[str], names: Names) -> BadInput:
     has = ", ".join(repr(name if len(name) <= 40 else f"{name[:37]}...") for name in header[:20])
     hint = f"; a file without a header must have {many(len(names), 'column')}"
     hint = "" if extension(path) == ".csv" else hint
-    return BadInput(f"{path}:1: {lacks}it has {many(len(header), 'column')}, {has}{hint}; {OTHERS}")
+    others = OTHERS if any(names) else NOT_RECORDED
+    return BadInput(f"{path}:1: {lacks}it has {many(len(header), 'column')}, {has}{hint}; {others}")
 
 
 def _numbered(names: Names, width: int) -> list[str]:

@@ -57,8 +57,9 @@ if TYPE_CHECKING:
 
 STRIP = 1024  # rows of the token-by-token matrix in memory at a time
 FORMED = 2**22  # gradient entries in memory at a time, few enough for the cache
-# A task may train on several kinds of store. The first kind is made for it.
-TASK_OF_STORE = {task.stores[0]: task for task in TASKS.values()}
+# A task may train on several kinds of store. The first kind is made for it; of
+# several such tasks the first one counts.
+TASK_OF_STORE = {task.stores[0]: task for task in reversed(TASKS.values())}
 
 
 class GradientsConfig(ExamplesConfig):

@@ -22,7 +22,6 @@ LARGEST = float(np.finfo(np.float32).max)
 BATCH = 1000  # rows that are encoded and written together
 Row = tuple[Any, ...]
 FORMS = {1: "a text", 2: "(text, label)", 3: "(text, second text, label)"}  # by width
-USUAL = "train, valid and test"
 OTHER_NAMES = ("val", "validation", "dev", "devel")  # of valid, in other programs
 METRICS = {"text": None, "class": "accuracy", "score": "spearman"}
 
@@ -44,15 +43,19 @@ def write_store(
     pre-training into rows that fit the model.
 
     Raises BadInput if `path` exists (with `overwrite`, if it is not a store), if a split has no
-    rows or a name that no command would find, if a row has another form than the first one or a
-    label that is not known or not finite, or if `labels` has a name that is not a text, names a
-    class twice or only one class, or the rows have none.
+    rows or a name that is not allowed, if a row has another form than the first one or a label that
+    is not known or is infinite, or if `labels` has a name that is not a text, names a class twice
+    or only one class, or the rows have none. A score of NaN means that the row has none.
     """
     if not all(isinstance(label, str) for label in labels):
         raise BadInput(f"labels={list(labels)}: give the names of the classes, which are texts")
     for name in splits:
-        if name in OTHER_NAMES or not re.fullmatch(r"\w[\w.-]*", name):
-            raise BadInput(f"there can be no split {name!r}; the usual names are {USUAL}")
+        if name in OTHER_NAMES:
+            raise BadInput(f"the split {name!r} is called 'valid' here")
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise BadInput(
+                f"the name of a split has letters, digits, '_', '-' and '.', not {name!r}"
+            )
     first, splits = _peeked(splits)
     texts = ["tokens", "tokens_b"][: max(1, len(first) - 1)]
     kind = "text" if len(first) == 1 else "class" if labels else "score"

@@ -31,7 +31,7 @@ from xformer.config import find_recipe, merge, read_recipe
 from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.study.plan import INTERVALS, Plan
-from xformer.study.results import Results, half_width
+from xformer.study.results import Results, half_width, kept_end
 from xformer.study.spec import PLACE, SEED, Claim, ScoreTable, Study, levels_of_claim, seeds_of
 from xformer.study.statistics import (
     LEVEL,
@@ -422,8 +422,9 @@ def first_result(plan: Plan, table: ScoreTable) -> datetime | None:
     """When the first run of a table's stages ended, in UTC; None if none has. For a command it is
     the time of its result's file.
 
-    All levels of these stages count, also those that the table does not show. The stages that they
-    start from do not: a pre-training shared with an older study says nothing about the scores.
+    All levels of these stages count, also those that the table does not show, and kept results. The
+    stages that they start from do not: a pre-training shared with an older study says nothing about
+    the scores.
     """
     ends = []
     for job in (*plan.runs(table.stage), *plan.runs(table.minus)):
@@ -431,6 +432,8 @@ def first_result(plan: Plan, table: ScoreTable) -> datetime | None:
             has_log = (job.path / "log.jsonl").is_file()
             logged = [float(record["time"]) for record in records(job.path)] if has_log else []
             ends.append(max(logged, default=job.proof.stat().st_mtime))
+        elif plan.kept and (kept := plan.kept / f"{job.key}.zip").is_file():
+            ends.append(kept_end(kept))
     return datetime.fromtimestamp(min(ends), UTC) if ends else None
 
 

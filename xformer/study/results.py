@@ -681,6 +681,13 @@ def _checksum(job: Job) -> bytes:
     return f"{file_checksum(weights)}  {weights.relative_to(job.path).as_posix()}\n".encode()
 
 
+def kept_end(path: Path) -> float:
+    """When the job of a kept result ended, in seconds since 1970."""
+    members = _read_zip(path)
+    times = [json.loads(line)["time"] for line in members.get("log.jsonl", b"").splitlines()]
+    return max(times, default=0.0) or float(members[ENDED])
+
+
 def _write_zip(path: Path, members: dict[str, bytes]) -> None:
     """Write a zip atomically; the same members make the same bytes."""
     memory = io.BytesIO()
