@@ -31,7 +31,7 @@ from xformer.config import find_recipe, merge, read_recipe
 from xformer.data.errors import BadInput
 from xformer.monitor import records
 from xformer.study.plan import INTERVALS, Plan
-from xformer.study.results import Results, half_width, kept_end
+from xformer.study.results import Results, half_width, kept_ends
 from xformer.study.spec import PLACE, SEED, Claim, ScoreTable, Study, levels_of_claim, seeds_of
 from xformer.study.statistics import (
     LEVEL,
@@ -433,7 +433,7 @@ def first_result(plan: Plan, table: ScoreTable) -> datetime | None:
             logged = [float(record["time"]) for record in records(job.path)] if has_log else []
             ends.append(max(logged, default=job.proof.stat().st_mtime))
         elif plan.kept and (kept := plan.kept / f"{job.key}.zip").is_file():
-            ends.append(kept_end(kept))
+            ends += kept_ends(kept)
     return datetime.fromtimestamp(min(ends), UTC) if ends else None
 
 

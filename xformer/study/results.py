@@ -681,11 +681,11 @@ def _checksum(job: Job) -> bytes:
     return f"{file_checksum(weights)}  {weights.relative_to(job.path).as_posix()}\n".encode()
 
 
-def kept_end(path: Path) -> float:
-    """When the job of a kept result ended, in seconds since 1970."""
+def kept_ends(path: Path) -> list[float]:
+    """When the job of a kept result ended, in seconds since 1970; [] if the file does not say."""
     members = _read_zip(path)
     times = [json.loads(line)["time"] for line in members.get("log.jsonl", b"").splitlines()]
-    return max(times, default=0.0) or float(members[ENDED])
+    return [max(times)] if times else [float(members[ENDED])] if ENDED in members else []
 
 
 def _write_zip(path: Path, members: dict[str, bytes]) -> None:
