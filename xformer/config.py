@@ -395,7 +395,7 @@ SYNONYMS = {
     "optim.betas": "adam_beta1 adam_beta2",
     "optim.clip": "max_grad_norm gradient_clip_val grad_norm_clip",
     "optim.eps": "adam_epsilon",
-    "optim.lr": "learning_rate peak_lr",
+    "optim.lr": "learning_rate peak_lr rate",
     "optim.name": "optim optimizer",
     "optim.schedule": "lr_scheduler lr_scheduler_type scheduler",
     "optim.warmup": "warmup_ratio warmup_steps num_warmup_steps",
