@@ -195,7 +195,7 @@ def test_windows_is_refused_in_one_line() -> None:
 
 
 def test_a_run_without_what_macos_lacks(forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """The run has no core affinity and no /proc. `make check` looks for other missing functions."""
+    """It has neither core affinity nor /proc. `make check` finds other missing functions."""
     before = (
         "import os, sys; from pathlib import Path\n"
         "sys.platform = 'darwin'; del os.sched_getaffinity\n"

@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 
 STRIP = 1024  # rows of the token-by-token matrix in memory at a time
 FORMED = 2**22  # gradient entries in memory at a time, few enough for the cache
-# A task may train on several kinds of store. The first kind is made for it; of
-# several such tasks the first one counts.
+# A task may train on several kinds of store. The first kind is made for it. If several tasks have
+# the same first kind, the first of these tasks counts.
 TASK_OF_STORE = {task.stores[0]: task for task in reversed(TASKS.values())}
 
 

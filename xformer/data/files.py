@@ -392,7 +392,7 @@ def put_back(path: Path) -> None:
 
 def usable_cores() -> int:
     """The number of cores that this process may use."""
-    if sys.platform == "darwin":  # which has no affinity
+    if sys.platform == "darwin":  # macOS cannot tie a process to some cores
         return os.cpu_count() or 1
     return len(os.sched_getaffinity(0))
 

@@ -136,7 +136,7 @@ def _number(label: Any, labels: Sequence[str]) -> float:
             raise BadInput(
                 f"the label {label!r} is not a number; give the names of the classes as labels="
             ) from None
-        if abs(score) > LARGEST:  # NaN: the row has no score
+        if abs(score) > LARGEST:  # NaN passes: it means that the row has no score
             raise BadInput(f"the label {label!r} is too large for a score, which is float32")
         return score
     if isinstance(label, str) and label in labels:

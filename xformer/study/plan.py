@@ -605,8 +605,8 @@ def _check_scores(place: str, jobs: Sequence[Job], metric: str, logged: Sequence
 
 def _files(directory: Path) -> Iterator[Path]:
     """The files in a directory and in those that it links to, relative to it. A directory that has
-    several names is entered once, so that links may go round in circles. What macOS notes about a
-    directory that somebody looks at is left out."""
+    several names is entered once, so that links may go round in circles. `.DS_Store`, which
+    macOS writes when somebody opens a directory, is left out."""
     seen = {directory.resolve()}
     for folder, folders, names in os.walk(directory, followlinks=True):
         inner = {name: Path(folder, name).resolve() for name in sorted(folders)}

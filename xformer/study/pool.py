@@ -112,7 +112,7 @@ class Local:
     modulo their number.
 
     They are forked from one server process that has imported what they need. On macOS
-    each starts anew.
+    each is a new process.
     """
 
     slots: int
