@@ -178,7 +178,7 @@ def run_study(plan: Plan, settings: Execution, with_cost: bool = False) -> None:
     forecast.check()
     Notes(forecast)  # refuses a wrong placeholder now, not when the runs are done
     ledger = Ledger(plan.kept, plan)
-    check_commands(plan)
+    Results(plan).check()
     lacking = plan.missing() and not any(j.stage and not j.missing for j in plan.jobs.values())
     if lacking and not settings.dry_run:
         raise BadInput(f"{plan.study.path}: nothing can run: {'; '.join(_lacking(plan))}")
@@ -196,16 +196,6 @@ def run_study(plan: Plan, settings: Execution, with_cost: bool = False) -> None:
     elif not slurm:
         say(*slow_lines(forecast, todo))
     execute(plan, pool.Slurm(plan.root, settings.slurm) if slurm else here, ledger)
-
-
-def check_commands(plan: Plan) -> None:
-    """Raise BadInput naming the first table of a command's results that needs a metric which a
-    finished command did not leave."""
-    tables = [table for table in plan.study.tables if plan.study.stages[table.stage].command]
-    if tables:
-        results = Results(plan)
-        for table in tables:
-            results.cells(table)
 
 
 def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
@@ -231,12 +221,24 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
             ledger.keep(job, again=False)
     ledger.unpack()
     rates = timing.measured(plan, executor) if isinstance(executor, pool.Local) else {}
-    outcomes = pool.run_plan(plan, executor, ledger.keep, rates)
+
+    def ended(job: Job, now: bool) -> str:
+        """Keep the result of a job. What one of them shows to be wrong is refused at once."""
+        line = ledger.keep(job, now)
+        if not now:
+            return line
+        if job.stage:
+            Results(plan, [job]).check()
+        else:  # the first look at a store that did not exist when the study began
+            Forecast(plan).check()
+        return line
+
+    outcomes = pool.run_plan(plan, executor, ended, rates)
     say(*write_report(Results(plan), outcomes, directory).split("\n"))
     names = ["report.html", "report.md", "results.csv"]
     names += ["headline.png"] if (directory / "headline.png").exists() else []
     say("report   " + "   ".join(str(directory / name) for name in names))
-    bad = [o for o in outcomes.values() if o.state in ("failed", "not run")]
+    bad = [o for o in outcomes.values() if o.state in pool.BAD]
     if bad:
         first = next((o for o in bad if o.state == "failed"), bad[0])
         count = f"{len(bad)} of {len(outcomes)} jobs did not succeed"

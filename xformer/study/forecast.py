@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from xformer import evaluate, trajectory
 from xformer.analysis import __main__ as analyses
 from xformer.analysis.examples import check_length
 from xformer.analysis.subcommand import parse
-from xformer.config import each, validate
+from xformer.config import each, nearest, validate
 from xformer.convert import hf
 from xformer.data import mapping
 from xformer.data.errors import BadInput
@@ -30,11 +31,13 @@ from xformer.data.store import ORDER, no_store
 from xformer.data.tokenizers import META, symbols_of
 from xformer.model.config import DROPOUT, ModelConfig
 from xformer.prepare import check_data, check_model, with_dropout
+from xformer.preprocess.cli import make_parser as preprocess_parser
 from xformer.recipe import Recipe
 from xformer.scoring import check_kind
-from xformer.study.plan import Job, Plan
+from xformer.study.plan import SCRIPTS, Job, Plan
 from xformer.study.spec import ScoreTable, within
 from xformer.surgery import layers
+from xformer.surgery.__main__ import make_parser as surgery_parser
 from xformer.surgery.embeddings import check_source, check_width
 from xformer.surgery.registry import Operation, naming, parse_operation
 from xformer.tasks.known import TASKS, kind_of
@@ -103,6 +106,7 @@ class Forecast:
         self._by_path = {str(job.path): job for job in plan.jobs.values()}
         self._recipes: dict[str, Recipe] = {}
         self._made: dict[str, Facts] = {}
+        self._making = set[str]()  # keys of the jobs asked for, to detect one that reads its output
         self._there: dict[str, Facts] = {}
         self._labelled: set[tuple[Any, ...]] = set()  # splits that can be scored
         for job in plan.jobs.values():
@@ -134,6 +138,9 @@ class Forecast:
     def made(self, job: Job) -> Facts:
         """What a job makes, by its recipe or command alone."""
         if job.key not in self._made:
+            if job.key in self._making:
+                raise BadInput(f"{job.name} reads {{out}}, which it is to write")
+            self._making.add(job.key)
             self._made[job.key] = self._of_command(job) if job.recipe is None else self._of_run(job)
         return self._made[job.key]
 
@@ -292,7 +299,16 @@ class Forecast:
     def _check(self, job: Job) -> None:
         if job.recipe is not None:
             self._check_training(job, self.recipe(job))
+        else:
+            self._check_program(job)
+        for path in job.command[1:]:
+            if (maker := self._maker(path)) is not None and path != str(maker.path):
+                self._check_kept(maker, Path(path))
         match job.command:
+            case ("preprocess.py", *arguments):
+                preprocess_parser().parse_args(arguments)
+            case ("-m", "xformer.surgery", *arguments):
+                surgery_parser().parse_args(arguments)
             case ("evaluate.py", source, *arguments):
                 evaluate.parse([source, *arguments])
                 self._check_scoring(source, settings_of(arguments))
@@ -329,6 +345,18 @@ class Forecast:
                     f"model.{name}={other} for {by}"
                 )
 
+    def _check_program(self, job: Job) -> None:
+        """Raise BadInput if a command is no script or module that Python could run."""
+        first, second, *_ = (*job.command, "")
+        if first == "-m":
+            with suppress(ImportError, ValueError):  # the package of a module may be missing
+                if find_spec(second) is not None:
+                    return
+            ours = [f"xformer.{name}" for name in ("analysis", "convert", "surgery", "study")]
+            raise BadInput(f"there is no module {second!r}{nearest(second, ours)}")
+        if first not in SCRIPTS and first.endswith(".py") and not Path(first).is_file():
+            raise BadInput(f"there is no script {first!r}{nearest(first, list(SCRIPTS))}")
+
     def _check_inputs(self, job: Job, recipe: Recipe) -> None:
         """Raise BadInput if a run reads a store or a checkpoint that is not there, and that is
         neither made by a job nor part of a missing need."""
@@ -353,13 +381,18 @@ class Forecast:
     def _check_kept(self, run: Job, path: Path) -> None:
         """Raise BadInput if a run does not keep the checkpoint that another run starts from."""
         recipe, step = self.recipe(run), path.name.removeprefix("step_")
-        if path.parent.name != "trajectory" or not step.isdigit():
+        if path.parent.name == "checkpoints":  # which of them a run keeps may depend on its data
             return
+        if path.parent.name != "trajectory" or step == path.name or not step.isdigit():
+            raise BadInput(
+                f"{path} is no checkpoint of {run.name}; write its step as trajectory/step_100"
+            )
         steps = trajectory.steps_without_data(recipe.train.keep_at, recipe.train.steps)
         if steps is not None and int(step) not in steps:
+            wanted = recipe.train.keep_at
+            kept = wanted if isinstance(wanted, str) else [*wanted]
             raise BadInput(
-                f"{run.name} keeps no weights at step {step} (train.keep_at="
-                f"{recipe.train.keep_at}): add this step"
+                f"{run.name} keeps no weights at step {step} (train.keep_at={kept}): add this step"
             )
         if run.whole and not path.exists():
             raise BadInput(

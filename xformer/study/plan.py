@@ -52,6 +52,7 @@ from xformer.tasks.known import kind_of
 from xformer.tasks.task import HIGHER, LOWER
 
 RESULTS = 2  # raised by hand when a change of the code changes results
+SCRIPTS = ("preprocess.py", "train.py", "evaluate.py")
 READ = ("source", "store")  # arguments of operations on weights that are paths
 # these change no result; `validate_every` does, as it affects which checkpoint is selected
 INTERVALS = ("log_every", "checkpoint_every", "keep_last", "keep_every", "keep_state", "keep_at")

@@ -29,10 +29,10 @@ from xformer.monitor import events
 from xformer.run import in_use
 from xformer.study.costs import Costs
 from xformer.study.forecast import Forecast
-from xformer.study.plan import Job, Plan, to_do
+from xformer.study.plan import SCRIPTS, Job, Plan, to_do
 
+BAD = ("failed", "not run")  # states after which what waits for a job cannot run
 TAIL = 15  # lines shown of a failed job's log
-SCRIPTS = ("preprocess.py", "train.py", "evaluate.py")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)  # they end a study at its next poll
 FORKS = sys.platform != "darwin"  # macOS's own libraries may not survive a fork
 POLL = 0.2  # seconds
@@ -425,7 +425,7 @@ class _Queue:
         for job in list(self.waiting):
             if not free:
                 return
-            if not all(key in self.outcomes for key in job.waits) or in_use(job.path):
+            if not all(map(self._ended_well, job.waits)) or in_use(job.path):
                 continue
             if self._made(job):  # by another study, meanwhile
                 self._end(job, Outcome(job, "there"))
@@ -474,6 +474,9 @@ class _Queue:
                 running.asked = True
                 running.handle.terminate()
 
+    def _ended_well(self, key: str) -> bool:
+        return key in self.outcomes and self.outcomes[key].state not in BAD
+
     def _made(self, job: Job) -> bool:
         return job.whole if job.key in self.awaited else job.done
 
@@ -501,7 +504,7 @@ def _blocker(job: Job, outcomes: dict[str, Outcome]) -> str:
     if job.missing:
         return f"needs.{job.missing[0]} is missing"
     for key in job.waits:
-        if key in outcomes and outcomes[key].state in ("failed", "not run"):
+        if key in outcomes and outcomes[key].state in BAD:
             return f"waits for {outcomes[key].job.name}"
     return ""
 

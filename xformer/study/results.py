@@ -41,7 +41,7 @@ from xformer.data.files import (
 from xformer.monitor import events
 from xformer.predictions import FOLDER, read
 from xformer.study.plan import UNPACKED, Job, Plan
-from xformer.study.pool import WARNINGS, Outcome, warnings_of
+from xformer.study.pool import BAD, WARNINGS, Outcome, warnings_of
 from xformer.study.spec import (
     RESERVED,
     SEED,
@@ -194,10 +194,10 @@ class Panel:
 
 
 class Results:
-    """The scores of a study's finished runs. Raises BadInput naming a result that is damaged or
-    holds a score that is not finite."""
+    """The scores of a study's finished runs, or of some of its `jobs`. Raises BadInput naming a
+    result that is damaged or holds a score that is not finite."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, jobs: Iterable[Job] | None = None):
         self.study, self.plan = plan.study, plan
         self._examples: dict[Path, int] = {}  # by file of predictions
         tables = self.study.tables
@@ -205,11 +205,19 @@ class Results:
         logged = {metric.rpartition(".")[2] for split, metric in columns if split == "train"}
         self.metrics: dict[str, Metrics] = {}  # by key
         self.seconds: dict[str, float] = {}  # that a run took, by key, as far as known
-        for job in plan.jobs.values():
+        for job in plan.jobs.values() if jobs is None else jobs:
             if job.stage and job.done:
                 self.metrics[job.key], seconds = _read_result(job, logged)
                 if isinstance(seconds, int | float):
                     self.seconds[job.key] = seconds
+
+    def check(self) -> None:
+        """Raise BadInput naming the first table that needs a score which a finished run lacks."""
+        for table in self.study.tables:
+            sides = [side for c in self.study.claims if c.table == table.name for side in c.sides("")]
+            for wanted in ({}, *sides):
+                for _ in self.scores(table, wanted):
+                    pass
 
     def scores(self, table: ScoreTable, wanted: Levels) -> Iterator[Score]:
         """The scores of a table at these levels, in the order of its runs. A `wanted`
@@ -466,7 +474,7 @@ def state_of(job: Job, outcomes: dict[str, Outcome]) -> str:
     """The state of a job of a study: "done" (in this call or before), "to do", "failed", "not run"
     or "not needed". Empty for what is made for runs, unless it failed or was not run."""
     state = outcomes[job.key].state if job.key in outcomes else ""
-    if state in ("failed", "not run"):
+    if state in BAD:
         return state
     if not job.stage:
         return ""

@@ -38,6 +38,22 @@ SEED = "Seed of every operation that takes a seed but is not given one (default:
 def main() -> None:
     """`python -m xformer.surgery CHECKPOINT OUT OPERATION ...`"""
     began = time.perf_counter()
+    arguments = make_parser().parse_args()
+    steps = [parse_operation(text) for text in arguments.operations]
+    read = [checkpoints.resolve(arguments.checkpoint)]
+    read += [Path(step.arguments["source"]) for step in steps if step.op == "transplant"]
+    check_directory(arguments.out, arguments.overwrite, ("manifest.json",), *read)
+    before = checkpoints.load(read[0])
+    after = apply(before, steps, arguments.seed)
+    checkpoints.save(after, arguments.out, arguments.overwrite)
+    for record in after.history[len(before.history) :]:
+        values = [f"{key}={value}" for key, value in record.items() if key != "op"]
+        say(f"{' '.join([record['op'], *values])} ({in_words(record['op'])})")
+    say(f"{arguments.out}: {summary(before, after)}, {time.perf_counter() - began:.2f} s")
+
+
+def make_parser() -> CommandParser:
+    """The parser of the command line."""
     parser = CommandParser(
         prog=typed("python -m xformer.surgery"),
         description=typed(__doc__ or ""),
@@ -52,18 +68,7 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=whole_number(0, 2**63 - 1), default=0, metavar="N", help=SEED
     )
-    arguments = parser.parse_args()
-    steps = [parse_operation(text) for text in arguments.operations]
-    read = [checkpoints.resolve(arguments.checkpoint)]
-    read += [Path(step.arguments["source"]) for step in steps if step.op == "transplant"]
-    check_directory(arguments.out, arguments.overwrite, ("manifest.json",), *read)
-    before = checkpoints.load(read[0])
-    after = apply(before, steps, arguments.seed)
-    checkpoints.save(after, arguments.out, arguments.overwrite)
-    for record in after.history[len(before.history) :]:
-        values = [f"{key}={value}" for key, value in record.items() if key != "op"]
-        say(f"{' '.join([record['op'], *values])} ({in_words(record['op'])})")
-    say(f"{arguments.out}: {summary(before, after)}, {time.perf_counter() - began:.2f} s")
+    return parser
 
 
 def summary(before: Checkpoint, after: Checkpoint) -> str:
