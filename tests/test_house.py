@@ -112,12 +112,12 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "xformer.verify",
     ),
     "Looking inside models and runs.": ("xformer.analysis",),
+    # only studies and the command import it, and it imports only xformer.data
+    "From raw files to stores.": ("xformer.preprocess",),
     "Studies of many runs, with their tables and claims; the study that checks an installation.": (
         "xformer.study",
         "xformer.reproduce",
     ),
-    # only the command imports it, and it imports only xformer.data
-    "From raw files to stores.": ("xformer.preprocess",),
     "The command `xformer`.": ("xformer.command", "xformer.__main__"),
 }
 LINES_OF_TRAINING = 9_436

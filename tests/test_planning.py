@@ -332,7 +332,7 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
     ([('data = "{made.letters}"', 'data = "no/store"')], ["pretrain: no/store is not a store"]),
     (
         [('init = "{stage.pretrain}"', 'init = "{stage.pretrain}/trajectory/step_3"')],
-        ["finetune seed=0", "pretrain keeps no weights at step 3 (train.keep_at=())"],
+        ["finetune seed=0", "pretrain keeps no weights at step 3 (train.keep_at=[])"],
     ),
     (
         [

@@ -216,7 +216,7 @@ def test_a_report_shows_margin_power_and_commit(file: Path, tmp_path: Path) -> N
     assert "| seeds | hours | registered |" in text
     # two pairs that differ by 0 and 1 point
     wanted = detectable(2, tests=2) * np.std([0.0, 1.0], ddof=1)  # one test for each rate
-    assert verdict.parts[0][1].detectable == pytest.approx(wanted)
+    assert verdict.parts[0][1].detectable(False) == pytest.approx(wanted)
     detects = "distance from the margin that its seeds detect (power 0.8)"
     assert f"- {detects}: {wanted:.1f}, {wanted:.1f}\n" in text
     assert f"| < 0.1 | {first[:9]} of 2001" in text

@@ -291,7 +291,7 @@ def test_a_file_with_the_same_size_and_time_of_modification_is_read_again(tmp_pa
         (
             'settings.init = "{stage.pretrain}"',
             'settings.init = "{stage.finetune}"',
-            "wait for one another: finetune -> finetune",
+            "stages.finetune is made from itself",
         ),
         ("settings.train.epochs = 1", "settings.train.epoch = 1", "unknown key train.epoch"),
         ('"{need.data}/x.tsv"', '"{need.dat}/x.tsv"', "there is no 'dat'"),
@@ -2200,8 +2200,9 @@ def test_gpus_are_those_that_the_process_may_see(
     [
         ("digests.json", "[]", ""),  # if this file is damaged, only time is lost
         ("digests.json", "{", ""),
-        ("result.json", "{}", "does not say how many seconds"),
-        ("result.json", "[]", "does not say how many seconds"),
+        ("result.json", "{}", "has no metrics; delete it"),
+        ("result.json", "[]", "has no metrics; delete it"),
+        ("result.json", '{"metrics": {}}', "does not say how many seconds"),
     ],
 )
 def test_damaged_files_of_a_study(

@@ -115,10 +115,11 @@ def main(arguments: list[str]) -> None:
         say(f"{settings.record}: {len(CURVES)} curves of {settings.seeds} seeds")
         return
     compared = [compare(curve, expected, plan.runs(curve.stage)[0]) for curve in CURVES]
-    same = {name: key == expected["stores"].get(name) for name, key in _keys(plan).items()}
+    keys = _keys(plan)
+    same = {name: key == expected["stores"].get(name) for name, key in keys.items()}
     with style.colours(style.LIGHT):
         style.write(draw(compared, _best(plan)), directory / "reproduce.png")
-    say(*_stores(plan, same), *(one.line() for one in compared))
+    say(*_stores(keys, same), *(one.line() for one in compared))
     say(f"picture  {directory / 'reproduce.png'}   report  {directory / 'report.html'}")
     bad = [one.curve.name for one in compared if not one.inside]
     bad += [name for name in same if not same[name]]
@@ -224,9 +225,9 @@ def _keys(plan: Plan) -> dict[str, str]:
     return {name: open_store(paths[name]).key for name in STORES}
 
 
-def _stores(plan: Plan, same: dict[str, bool]) -> Iterator[str]:
+def _stores(keys: dict[str, str], same: dict[str, bool]) -> Iterator[str]:
     """A line for each store: whether it has the expected content."""
-    for name, key in _keys(plan).items():
+    for name, key in keys.items():
         what = f"{'the same' if same[name] else 'other'} bytes, SHA-256 {key[:16]}"
         yield _line(same[name], f"store of the {name.removeprefix('made.')}", what)
 

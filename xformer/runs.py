@@ -218,7 +218,8 @@ def summary(path: str | Path, name: str) -> RunSummary:
     else:
         validated = newest.get("validation", {}).items()
         scores = {f"valid {m}": v for m, v in validated if m not in SILENT}
-    metric = recipe.train.metric or TASKS[recipe.head](Head(recipe.head)).default_metric(None)
+    metric = content.get("metric") or recipe.train.metric  # early versions did not record it
+    metric = metric or TASKS[recipe.head](Head(recipe.head)).default_metric(None)
     train, steps = newest.get("train", {}), recipe.train.steps
     kept = checkpoints.by_step(path / "checkpoints")
     step = max([0, *kept, *(record["step"] for record in log[-1:])])
@@ -278,14 +279,8 @@ def table(runs: list[RunSummary], width: int) -> list[str]:
     first = [name for name in settings if name not in free][:FIRST]
     main = {name for run in runs for name in run.main}
     scores = sorted(dict.fromkeys(n for r in runs for n in r.scores), key=lambda n: n not in main)
-
-    def importance(name: str) -> int:
-        if name in settings:
-            return 3 if name in first else 9 if name in free else 6
-        known = {"run": 0, "state": 0, "step": 2, "job": 5, "tokens/s": 7}
-        other = 1 if name in scores[:1] else 4 if name in main else 8
-        return known.get(name, other)
-
+    order = ["run", "state", *scores[:1], "step", *first, *(n for n in scores if n in main)]
+    order += ["job", *(n for n in settings if n not in free), "tokens/s", *scores, *free]
     blocks: dict[str, list[str]] = {}  # a column as lines of equal width, its name on the first two
     for name in ("run", "job", "state", "step", *settings, *scores, "tokens/s"):
         column = [row.get(name, "") for row in cells]
@@ -297,7 +292,7 @@ def table(runs: list[RunSummary], width: int) -> list[str]:
             size = max(map(len, lines))
             blocks[name] = [line.rjust(size) if right else line.ljust(size) for line in lines]
     chosen, left = set(), width
-    for name in sorted(blocks, key=importance):
+    for name in sorted(blocks, key=order.index):
         if len(blocks[name][0]) <= left:
             chosen.add(name)
             left -= len(blocks[name][0]) + 2

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Collection
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -40,6 +41,7 @@ from xformer.study.notes import Notes
 from xformer.study.plan import Job, Plan, to_do
 from xformer.study.report import write_report
 from xformer.study.results import Ledger, Results, again_files, made_again, reruns
+from xformer.study.sides import Sides
 from xformer.study.spec import keys_text, read_study
 
 UNTIMED = {
@@ -183,6 +185,10 @@ def run_study(plan: Plan, settings: Execution, with_cost: bool = False) -> None:
     if lacking and not settings.dry_run:
         raise BadInput(f"{plan.study.path}: nothing can run: {'; '.join(_lacking(plan))}")
     here, slurm = pool.local(settings.jobs), settings.executor == "slurm"
+    if settings.slurm and not slurm:
+        raise BadInput(f"slurm.{next(iter(settings.slurm))} needs executor=slurm")
+    if settings.jobs and slurm:
+        raise BadInput("jobs= is for executor=local; Slurm decides how many jobs run at once")
     todo = to_do(plan.jobs.values(), plan.wanted, ledger.results)
     if settings.dry_run or with_cost:
         costs = Costs(forecast, ledger.results)
@@ -212,7 +218,8 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
         for file in again_files(plan, directory):
             write_json(file, again)
     plan.digests.save()
-    for line in (*_other_report(plan, directory), *plan.remarks()):
+    own = _other_report(plan, directory), plan.remarks(), Sides(Forecast(plan)).remarks()
+    for line in chain(*own):
         say(f"note: {line}")
     for line in _lacking(plan):
         say(f"missing: {line}", error=True)
@@ -293,8 +300,9 @@ def listing(plan: Plan, costs: Costs, kept: Collection[str] = (), slots: int = 1
         lines.append(
             f"not checked yet, because the model to start from is missing: {many(number, 'run')}"
         )
-    lines += [f"note: {line}" for line in plan.remarks()]
-    lines += registration_lines(plan)
+    sides = Sides(costs.forecast)
+    lines += [f"note: {line}" for line in (*plan.remarks(), *sides.remarks())]
+    lines += registration_lines(plan) + sides.lines()
     lines += [f"missing: {line}" for line in _lacking(plan)]
     return "\n".join(lines)
 

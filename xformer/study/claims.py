@@ -75,12 +75,13 @@ class Difference:
             return None
         return half_width(len(self.each)) * statistics.stdev(self.each)
 
-    @property
-    def detectable(self) -> float | None:
-        """The true difference that this many pairs with this spread detect with power 0.8."""
+    def detectable(self, tie: bool) -> float | None:
+        """The distance from the margin that this many pairs with this spread detect with power 0.8.
+        The tests of a tie are one-sided."""
         if self.p is None:
             return None
-        return detectable(len(self.each), tests=self.tests) * statistics.stdev(self.each)
+        tests = self.tests / 2 if tie else self.tests
+        return detectable(len(self.each), tests) * statistics.stdev(self.each)
 
     def words(self, digits: int) -> str:
         """ "+4.2 ± 8.1"; of two pairs, which have no interval, "+4.2 (seeds: +3.1, +5.3)"."""
@@ -183,13 +184,9 @@ class Verdict:
             states.append(("holds" if ahead else "fails") if decided else "undecided")
         if not states:
             return "no data"
-        if self.early:
+        if self.early or not self.learnt or len(states) < len(self.levels):
             return "undecided"
-        if self.learnt and "fails" in states:
-            return "fails"
-        if not self.learnt or "undecided" in states or len(states) < len(self.levels):
-            return "undecided"
-        return "holds"
+        return next((state for state in ("fails", "undecided") if state in states), "holds")
 
     @property
     def needed(self) -> str:
@@ -201,25 +198,23 @@ class Verdict:
         left = [one.difference for one in self.parts if one.p is None or one.p > 1 - LEVEL]
         if not left:  # a level of `each` has no scores yet
             return ""
-        numbers = [difference.needed(self.margin, self.claim.tie) for difference in left]
-        known = [number for number in numbers if number is not None]
-        if len(known) < len(numbers):
-            return "-" if any(one.p is None for one in left) else f"more than {MOST:,}"
-        return str(max(known))
+        if any(difference.p is None for difference in left):
+            return "-"
+        numbers = [one.needed(self.margin, self.claim.tie) or math.inf for one in left]
+        return f"more than {MOST:,}" if math.inf in numbers else f"{max(numbers)}"
 
     def evidence(self) -> str:
         """The differences that decided the claim, in words."""
-        digits, margin = self.table.digits, self.margin
-        parts = []
+        margin, parts = self.margin, []
         for level, difference, p in self.parts:
             against = f"p against {margin:g}:" if margin else "p"
-            if self.claim.tie:  # a mean outside the margins is tested against the nearer one
-                inside = abs(difference.mean) < margin
-                nearer = f"{math.copysign(margin, difference.mean):g}"
-                against = f"p of a tie within {margin:g}:" if inside else f"p against {nearer}:"
+            if self.claim.tie and abs(difference.mean) < margin:
+                against = f"p of a tie within {margin:g}:"
+            elif self.claim.tie:  # it is tested against the nearer margin
+                against = f"p against {math.copysign(margin, difference.mean):g}:"
             unknown = "one pair" if len(difference.each) == 1 else "no spread"
             small = unknown if p is None else words_of(p, against)
-            parts.append(f"{level} {difference.words(digits)} ({small})".lstrip())
+            parts.append(f"{level} {difference.words(self.table.digits)} ({small})".lstrip())
         floor = "" if self.learnt else "no run is above chance: "
         if self.early:
             floor += f"{self.scored} of {self.seeds} planned seeds have all their scores: "
@@ -286,7 +281,9 @@ def published_difference(results: Results, verdict: Verdict, level: str) -> floa
     study, table, means = results.study, verdict.table, []
     for side in verdict.claim.sides(level):
         others = side.keys() - {table.rows, table.columns}
-        if table.published is None or any(table.where.get(f) != side[f] for f in others):
+        if table.published is None or table.show != "mean":
+            return None
+        if any(table.where.get(f) != side[f] for f in others):
             return None
         rows, columns = (
             [side[factor]] if factor in side else study.levels_of(table)[factor]
@@ -311,7 +308,8 @@ def _seeds_due(study: Study, verdict: Verdict) -> int:
     if study.registration is None:
         return 0
     registered = study.registration.seeds[SEED]
-    begun = study.registration.looks > 1 and verdict.scored > registered
+    most = max((len(part.difference.each) for part in verdict.parts), default=0)
+    begun = study.registration.looks > 1 and most > registered
     return _pairs(study, verdict.claim) if begun else registered
 
 
@@ -365,31 +363,31 @@ def origins(path: Path, scale: str) -> list[tuple[Origin, Origin]]:
     """For each claim of a study file at a scale, in order: its origin, and that of the settings of
     the runs that decide it (`_same_runs`). Times are in UTC."""
     now = _content(path, scale)
-    claims, settings = now
-    oldest = [Origin() for _ in (*claims, *claims)]  # of the claims, then of their runs
+    every = _held(now, now)
+    oldest = dict.fromkeys(every, Origin())
     top = _git(path.resolve().parent, "rev-parse", "--show-toplevel")
     if top is None:
-        return list(zip(oldest, oldest, strict=True))[: len(claims)]
+        return [(Origin(), Origin())] * len(now[0])
     root = Path(top.decode().strip()).resolve()
-    folders = _folders(path, settings, root)
+    folders = _folders(path, now[1], root)
     # parents are those in a history of these folders alone; children come before parents
     log = _git(root, "rev-list", "--topo-order", "--timestamp", "--parents", "HEAD", "--", *folders)
     shallow = (_git(root, "rev-parse", "--is-shallow-repository") or b"").strip() == b"true"
-    left: dict[str, set[int]] = {}  # by commit: what all commits on some path to it hold
+    left = dict[str, set[Held]]()  # by commit: what all commits on some path to it hold
     for number, line in enumerate((log or b"").decode().splitlines()):
         seconds, commit, *parents = line.split()
-        still = set(range(len(oldest))) if number == 0 else left.get(commit, set())
+        still = every if number == 0 else left.get(commit, set())
         if still:
             then = _at(root, commit, folders, path.resolve().relative_to(root), scale)
             still = still & _held(now, then) if then is not None else set()
         time = datetime.fromtimestamp(int(seconds), UTC)
-        for i in still:
-            known = oldest[i].time
+        for one in still:
+            known = oldest[one].time
             if known is None or time <= known:
-                oldest[i] = Origin(commit, time, shallow and not parents)
+                oldest[one] = Origin(commit, time, shallow and not parents)
         for parent in parents:
             left[parent] = left.get(parent, set()) | still
-    return list(zip(oldest[: len(claims)], oldest[len(claims) :], strict=True))
+    return [(oldest[i, "claim"], oldest[i, "runs"]) for i in range(len(now[0]))]
 
 
 def registration_lines(plan: Plan) -> list[str]:
@@ -411,10 +409,10 @@ def _power(study: Study, claim: Claim) -> str:
     assert study.registration is not None
     table, pairs = study.table(claim.table), _pairs(study, claim)
     tests = len(levels_of_claim(study, table, claim)) * study.registration.looks
-    margin = claim.margin * table.scale
+    distance = detectable(pairs, tests / 2 if claim.tie else tests)  # those of a tie are one-sided
     return (
-        f"margin {margin:g}; with power {POWER:g}, {pairs} pairs detect a difference "
-        f"{detectable(pairs, tests):.2f} standard deviations from the margin"
+        f"margin {claim.margin * table.scale:g}; with power {POWER:g}, {pairs} pairs detect a "
+        f"difference {distance:.2f} standard deviations from the margin"
     )
 
 
@@ -432,12 +430,13 @@ def first_result(plan: Plan, table: ScoreTable) -> datetime | None:
             has_log = (job.path / "log.jsonl").is_file()
             logged = [float(record["time"]) for record in records(job.path)] if has_log else []
             ends.append(max(logged, default=job.proof.stat().st_mtime))
-        elif plan.kept and (kept := plan.kept / f"{job.key}.zip").is_file():
-            ends += kept_ends(kept)
+        if plan.kept and (kept := plan.kept / f"{job.key}.zip").is_file():
+            ends += kept_ends(kept)  # it may be older than a run that was made again
     return datetime.fromtimestamp(min(ends), UTC) if ends else None
 
 
 Content = tuple[list[dict[str, Any]], dict[str, Any]]  # claims, and settings of runs
+Held = tuple[int, str]  # the number of a claim, and "claim" or "runs"
 
 
 def _content(path: Path, scale: str) -> Content:
@@ -479,13 +478,11 @@ def _deciding(settings: Any) -> Any:
     return kept
 
 
-def _held(now: Content, then: Content) -> set[int]:
-    """The numbers of the claims that an earlier commit holds; and, counted on from the last claim,
-    of those whose runs had the same settings."""
-    claims = now[0]
-    held = {i for i, claim in enumerate(claims) if claim in then[0]}
-    same = {i for i, claim in enumerate(claims) if _same_runs(now[1], then[1], claim)}
-    return held | {len(claims) + i for i in same}
+def _held(now: Content, then: Content) -> set[Held]:
+    """The claims that an earlier commit holds, and those whose runs had the same settings."""
+    claims = list(enumerate(now[0]))
+    held = {(i, "claim") for i, claim in claims if claim in then[0]}
+    return held | {(i, "runs") for i, claim in claims if _same_runs(now[1], then[1], claim)}
 
 
 def _same_runs(now: dict[str, Any], then: dict[str, Any], claim: dict[str, Any]) -> bool:
@@ -499,15 +496,23 @@ def _same_runs(now: dict[str, Any], then: dict[str, Any], claim: dict[str, Any])
     with suppress(AttributeError, TypeError, KeyError):  # it had another form then
         for part in ("stages", "made", "needs", "recipes"):
             _drop(now[part], then[part])
+        free = claim["better"].keys() & claim["than"].keys() | ({SEED} if extended else set())
         for name, stage in now["stages"].items():
-            for factor, levels in stage.get("vary", {}).items():
-                named = factor in claim["better"] and factor in claim["than"]
-                before = then["stages"][name].get("vary", {}).get(factor)
-                if named and isinstance(levels, dict) and isinstance(before, dict):
-                    _drop(levels, before)
-                lists = isinstance(levels, list) and isinstance(before, list)
-                if lists and (named or (extended and factor == SEED)):
-                    levels[:] = [level for level in levels if level in before]
+            before, added = then["stages"][name], set[tuple[str, str]]()
+            for factor in free & stage.get("vary", {}).keys() & before.get("vary", {}).keys():
+                gone = _drop(stage["vary"][factor], before["vary"][factor])
+                added |= {(factor, str(level)) for level in gone}
+            if "without" in stage:  # what leaves out an added level left out nothing then
+                left = [
+                    one
+                    for one in stage["without"]
+                    if not added & {(factor, str(level)) for factor, level in one.items()}
+                ]
+                stage["without"] = left
+                if not left and "without" not in before:
+                    del stage["without"]
+        for factor in free & now["levels"].keys() & then["levels"].keys():
+            _drop(now["levels"][factor], then["levels"][factor])
     return now == then
 
 
@@ -542,10 +547,15 @@ def _part(settings: dict[str, Any], names: dict[str, set[str]]) -> dict[str, Any
     }
 
 
-def _drop(now: dict[str, Any], then: dict[str, Any]) -> None:
-    """Remove the keys that were not there then."""
-    for key in now.keys() - then.keys():
-        del now[key]
+def _drop(now: Any, then: Any) -> list[Any]:
+    """Remove the keys of a dict, or the items of a list, that were not there then. Returns them.
+    Raises TypeError if they are neither two dicts nor two lists."""
+    if type(now) is not type(then):
+        raise TypeError
+    gone = [key for key in now if key not in then]
+    for key in gone:
+        now.remove(key) if isinstance(now, list) else now.pop(key)
+    return gone
 
 
 def _folders(path: Path, runs: dict[str, Any], root: Path) -> list[str]:

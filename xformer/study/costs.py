@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -33,6 +35,16 @@ class Work:
     tokens: int
 
 
+def logged_speed(run: Path, warm_up: int = 0) -> float | None:
+    """The tokens per second in the log of a run, without its first lines if there are others. None
+    if it has no line of training."""
+    steps = list[dict[str, Any]]()
+    with suppress(OSError):  # the run is deleted meanwhile
+        steps = [step for step in events(run, "train") if "real_tokens_per_second" in step]
+    speeds = [step["real_tokens_per_second"] for step in steps[warm_up:] or steps[-1:]]
+    return median(speeds) if speeds else None
+
+
 class Costs:
     """Expected seconds of a plan's jobs, from the FLOP/s of finished runs: those on disk, and those
     in `kept`, which has results by key. A kind of which no run has finished has the speed
@@ -43,8 +55,7 @@ class Costs:
         self.forecast, kept = forecast, kept or {}
         runs = [job for job in forecast.plan.jobs.values() if job.recipe is not None]
         self.work = {job.key: self._work(job) for job in runs}
-        rates: dict[str, list[float]] = {}  # by kind
-        spent: dict[str, list[float]] = {}  # by stage
+        rates, spent = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
         for job in runs:
             if job.done or job.key in kept:
                 content = read_run_json(job.proof) if job.done else kept[job.key]
@@ -52,21 +63,14 @@ class Costs:
                 if not isinstance(seconds, int | float):
                     why = "it does not say how many seconds it took"
                     raise BadInput(f"{job.proof} is damaged: {why}")
-                spent.setdefault(job.stage, []).append(seconds)
+                spent[job.stage].append(seconds)
                 if work := self.work[job.key]:
-                    rates.setdefault(work.kind, []).append(work.operations / max(seconds, 1e-3))
+                    rates[work.kind].append(work.operations / max(seconds, 1e-3))
         self.rates = {kind: median(some) for kind, some in rates.items()}
         for job in runs:
-            work = None if job.done or job.key in kept else self.work[job.key]
-            if work and work.kind not in self.rates:
-                steps = list[dict[str, Any]]()
-                with suppress(OSError):  # the run is deleted meanwhile
-                    steps = events(job.path, "train")
-                speeds = [
-                    s["real_tokens_per_second"] for s in steps if "real_tokens_per_second" in s
-                ]
-                if speeds:
-                    self.rates[work.kind] = work.operations / work.tokens * median(speeds)
+            work = self.work[job.key]
+            if work and work.kind not in self.rates and (speed := logged_speed(job.path)):
+                self.rates[work.kind] = work.operations / work.tokens * speed
         # stages have one even if the stores of their finished runs are not here
         self.usual = {stage: median(seconds) for stage, seconds in spent.items()}
 

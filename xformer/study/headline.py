@@ -54,7 +54,7 @@ def _curve(axes: Any, panels: list[Panel], title: str, rows: list[str]) -> None:
         return panel.name if several else "", line.name
 
     names = list(dict.fromkeys(name(panel, line) for panel in panels for line in panel.lines))
-    others = [own for own in names if own[0] or own[1] not in rows]
+    colours = list(dict.fromkeys([*(("", row) for row in rows), *names]))  # those of rows first
     values = dict.fromkeys(panel.value.removeprefix("validation ") for panel in panels)
     for panel in panels:
         validation = panel.value.startswith("validation")
@@ -63,8 +63,7 @@ def _curve(axes: Any, panels: list[Panel], title: str, rows: list[str]) -> None:
             own = name(panel, line)
             words = ("validation" if validation else "training", *(own if len(names) > 1 else ()))
             label = drawing.plain(" ".join(filter(None, words)))
-            number = len(rows) + others.index(own) if own in others else rows.index(line.name)
-            colour = f"C{number if len(names) > 1 else int(validation)}"
+            colour = f"C{colours.index(own) if len(names) > 1 else int(validation)}"
             axes.plot(line.x, line.mean, color=colour, label=label, **look)
     axes.set(xlabel="step", ylabel=" and ".join(values))
     axes.set_title(title)

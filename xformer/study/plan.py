@@ -22,7 +22,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from glob import has_magic
-from graphlib import CycleError, TopologicalSorter
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from xformer.recipe import LATER, Recipe
 from xformer.study.spec import (
     METRIC,
     PLACE,
-    SEED,
     Claim,
     Curves,
     Levels,
@@ -146,9 +144,12 @@ class Plan:
         self._recipes: dict[str, dict[str, Any]] = {}
         self._making: list[str] = []  # to detect cycles
         self._made_at: dict[tuple[str, frozenset[tuple[str, str]]], Job] = {}  # by name and levels
+        self._made_with: dict[str, dict[str, Any]] = {}  # settings of runs here, by key
         self._auto: dict[str, set[str]] = {}  # the precisions that `auto` took, by stage
         with within(study.path):
-            waited_for = self._check_order()
+            every = (stage.model_dump_json() for stage in study.stages.values())
+            places = [place for text in every for place in PLACE.findall(text)]
+            waited_for = {name for kind, name, *_ in places if kind == "stage"}
             for stage in study.shown_stages():
                 # if nothing is shown, all stages that no other stage waits for are wanted
                 if study.shows() or stage not in waited_for:
@@ -231,7 +232,10 @@ class Plan:
                     f"in the claim {claim.text!r} lower numbers are better. The claim holds if "
                     f"its side `better` ({higher}) has the higher numbers"
                 )
-        return [*lines, *doubts(self.study), *self._mixed()]
+        unseen = [name for name in self.study.stages if name not in self._staged]
+        if unseen and not self.study.extends:
+            lines.append(f"no table, curve or picture shows {', '.join(unseen)}, so it is not run")
+        return [*lines, *doubts(self.study), *self._mixed(), *self._kept_elsewhere()]
 
     def _mixed(self) -> list[str]:
         """A line for each stage whose runs differ in a precision that nobody chose."""
@@ -244,24 +248,22 @@ class Plan:
             if len(precisions) > 1
         ]
 
-    # ------------------------------------------------------------------------------ what it checks
+    def _kept_elsewhere(self) -> Iterator[str]:
+        """A line for each command that is done, and has read a run which kept its weights at other
+        steps than the study says now. Those steps are not part of its key."""
+        for job in self.jobs.values():
+            for key in job.waits if job.done and job.recipe is None else ():
+                if (run := self.jobs[key]).recipe is None or key not in self._made_with:
+                    continue
+                kept = self._made_with[key].get("train.keep_at", [])
+                now = validate(Recipe, run.recipe).model_dump(mode="json")["train"]["keep_at"]
+                if kept != now:
+                    yield (
+                        f"{job.name} has read {run.name}, which was made with train.keep_at={kept}"
+                        f", now {now}; delete {job.path} and {run.path} to make both again"
+                    )
 
-    def _check_order(self) -> set[str]:
-        """Refuse stages that wait for one another. Returns those that some stage waits for."""
-        before = {
-            name: {
-                other
-                for kind, other, *_ in PLACE.findall(stage.model_dump_json())
-                if kind == "stage"
-            }
-            for name, stage in self.study.stages.items()
-        }
-        try:
-            TopologicalSorter(before).prepare()
-        except CycleError as error:
-            cycle = " -> ".join(error.args[1])
-            raise BadInput(f"its stages wait for one another: {cycle}") from None
-        return set().union(*before.values())
+    # ------------------------------------------------------------------------------ what it checks
 
     def _check_metric(self, table: ScoreTable) -> None:
         """Refuse a metric that the runs of a table will not have, a chance level of a loss, and
@@ -271,6 +273,12 @@ class Plan:
             logged = LOGGED if table.split_of(metric) == "train" else ()
             _check_scores(place, [job], metric.rpartition(".")[2], logged)
         directions = self._directions(table)
+        for column, direction in directions.items():
+            if table.best != "none" and direction == LOWER:
+                raise BadInput(
+                    f"{place}: best is the highest number, but of {table.metric_of(column)} lower "
+                    "is better; leave it out"
+                )
         for column in table.chance:
             if directions.get(column) == LOWER:
                 raise BadInput(
@@ -302,28 +310,30 @@ class Plan:
         return {better for column, better in directions if column in own or not own}
 
     def _check_levels(self, stage: str) -> None:
-        """Refuse seeds that are one run."""
-        random = {SEED, *(self.study.registration.seeds if self.study.registration else ())}
-        for factor, one, other in self._same(stage):
-            if factor in random:
-                raise BadInput(
-                    f"stages.{stage}.vary.{factor}: {one} and {other} have the same settings, so "
-                    "they are one run, and not two"
-                )
+        """Refuse seeds that are one run, at any levels of the other factors."""
+        for factor in self.study.random_factors(stage):
+            first: dict[tuple[str, ...], str] = {}  # by key and other levels
+            for job in self._staged[stage].values():
+                level, others = job.levels[factor], {**job.levels, factor: ""}
+                one = first.setdefault((job.key, *others.values()), level)
+                if one != level:
+                    at = ", ".join(filter(None, others.values()))
+                    raise BadInput(
+                        f"stages.{stage}.vary.{factor}: {one} and {level} have the same settings, "
+                        f"so they are one run, and not two{at and f' (at {at})'}"
+                    )
 
     def _same(self, stage: str) -> Iterator[tuple[str, str, str]]:
         """The levels of a stage that change nothing: (factor, one level, another with the same
         runs). Each is named once."""
-        jobs = self._staged[stage].values()
         for factor in self.study.factors(stage):
-            runs: dict[str, dict[tuple[str, ...], str]] = {}  # by level: keys by other levels
-            for job in jobs:
-                others = tuple(v for name, v in job.levels.items() if name != factor)
-                runs.setdefault(job.levels[factor], {})[others] = job.key
-            first: dict[tuple[tuple[tuple[str, ...], str], ...], str] = {}
+            runs: dict[str, set[tuple[Any, ...]]] = {}  # of each level: key and other levels
+            for job in self._staged[stage].values():
+                others = (v for name, v in job.levels.items() if name != factor)
+                runs.setdefault(job.levels[factor], set()).add((job.key, *others))
+            first: dict[frozenset[tuple[Any, ...]], str] = {}
             for level, keys in runs.items():
-                one = first.setdefault(tuple(sorted(keys.items())), level)
-                if one != level:
+                if (one := first.setdefault(frozenset(keys), level)) != level:
                     yield factor, one, level
 
     def _check_curves(self, curves: Curves) -> None:
@@ -349,6 +359,13 @@ class Plan:
         def keys(side: Levels) -> set[str]:
             return {job.key for job in self.runs(table.stage, table.at(side))}
 
+        sides = claim.better, claim.than
+        both = {table.source_of(side[METRIC])[1] for side in sides if METRIC in side}
+        if len(both) > 1 and not table.minus:
+            raise BadInput(
+                f"claim {claim.text!r} compares {' with '.join(sorted(both))}; compare one metric, "
+                "on both sides"
+            )
         if claim.each != table.columns and len(self._directions_of(claim)) > 1:
             raise BadInput(
                 f"claim {claim.text!r} averages scores and losses; make two claims of it"
@@ -379,6 +396,7 @@ class Plan:
                 f"{job.path} holds the run {made_as}: it was copied or renamed; delete it to run "
                 f"{job.name} again"
             )
+        self._made_with[job.key] = starts[-1]
         for precision in (start.get("system.precision", wanted) for start in starts):
             if precision != wanted:
                 raise BadInput(
@@ -428,22 +446,17 @@ class Plan:
 
         def change(text: str) -> str:
             path = installed(text)
-            return self._read(path, inputs) if path.exists() else text
+            return self._read(path, inputs) if text and path.exists() else text
 
-        typed: dict[str, Any] = {
-            key: each_text(recipe[key], change) for key in ("data", "init") if key in recipe
-        }
-        if branch := recipe.get("train", {}).get("branch_from"):
-            typed["train"] = {"branch_from": each_text(branch, change)}
-        if steps := recipe.get("surgery"):
-            typed["surgery"] = [
-                {
-                    key: each_text(value, change) if key in READ else value
-                    for key, value in step.items()
-                }
-                for step in steps
-            ]
-        return merge(recipe, typed)
+        def changed(group: dict[str, Any], *keys: str) -> dict[str, Any]:
+            return group | {key: each_text(group[key], change) for key in keys if key in group}
+
+        by_key = changed(recipe, "data", "init")
+        if "train" in recipe:
+            by_key["train"] = changed(recipe["train"], "branch_from")
+        if "surgery" in recipe:
+            by_key["surgery"] = [changed(step, *READ) for step in recipe["surgery"]]
+        return by_key
 
     def _settled(self, by_key: dict[str, Any], processes: int) -> tuple[str, str]:
         """The precision of a run, and its key. `auto` takes the precision of a run that is already
@@ -518,6 +531,11 @@ class Plan:
         if _dropout(known) != _dropout(job):
             self.twins.append((known, job))
         if stage:
+            if known.proof != job.proof:
+                raise BadInput(
+                    f"it runs the same command as {known.name}, but reads another result "
+                    f"of it ({job.proof.name}; {known.proof.name}); let the commands differ"
+                )
             own = replace(known, name=job.name, stage=stage, levels=job.levels)
             self._staged.setdefault(stage, {})[job.name] = own
         return known
@@ -597,11 +615,10 @@ def _scores(job: Job) -> Mapping[str, int]:
 
 def _check_scores(place: str, jobs: Sequence[Job], metric: str, logged: Sequence[str] = ()) -> None:
     """Refuse a metric that none of some runs will have, nor `logged` by every run."""
-    if any(job.recipe is None or metric in (*_scores(job), *logged) for job in jobs):
-        return
-    for job in jobs[:1]:
-        known = ", ".join(dict.fromkeys((*_scores(job), *logged)))
-        raise BadInput(f"{place}: {job.name} will have no {metric!r}; it has {known}")
+    every = [(*_scores(job), *logged) for job in jobs if job.recipe is not None]
+    if every and len(every) == len(jobs) and not any(metric in known for known in every):
+        known = ", ".join(dict.fromkeys(every[0]))
+        raise BadInput(f"{place}: {jobs[0].name} will have no {metric!r}; it has {known}")
 
 
 def _files(directory: Path) -> Iterator[Path]:

@@ -206,6 +206,7 @@ def become(arguments: tuple[str, ...], log: str, environment: dict[str, str]) ->
     elif first == "-m":
         sys.argv = ["-m", *rest[1:]]
         sys.path.insert(0, os.getcwd())
+        sys.modules.pop(f"{rest[0]}.__main__", None)  # the forecast has imported it
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = [first, *rest]

@@ -46,6 +46,7 @@ from xformer.study.results import (
     state_of,
     write_csv,
 )
+from xformer.study.sides import Sides
 from xformer.study.spec import (
     METRIC,
     SEED,
@@ -179,14 +180,15 @@ def _grid(headers: Sequence[str], rows: Iterable[Iterable[str]], prose: bool = F
 def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path) -> Report:
     """The report of a study as far as it is finished, to be written into a directory."""
     study, plan = results.study, results.plan
-    notes, shares = Notes(Forecast(plan)), Shares(results)
+    forecast = Forecast(plan)
+    notes, sides, shares = Notes(forecast), Sides(forecast), Shares(results)
     again = made_again(plan, directory)
     every = verdicts(results)
     if study.registration and (changed := len(again.keys() & plan.jobs.keys())):
         note = f"; runs that were made again because their key changed: {changed}"
         every = [replace(one, registered=one.registered + note) for one in every]
     records = [claim_records(shares, verdict) for verdict in every]
-    sections = [*_headline(results), *_claims(study, every, records, shares)]
+    sections = [*_headline(results), *_claims(study, every, records, shares, sides)]
     if not study.shows():
         sections += [one for stage in study.stages for one in _settings(results, stage, notes)]
     sections += [_table(results, table, notes, shares) for table in study.tables]
@@ -197,11 +199,12 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
             sections.append(_curves(curves, panels, notes))
     sections += [one for picture in study.pictures for one in _picture(results, picture, notes)]
     waiting = Counter(o.why for o in outcomes.values() if o.state == "not run")
+    remarks = [*plan.remarks(), *sides.remarks()]
     return Report(
         study.title,
         study.question,
         study.paper,
-        (*map(typed, notes.notes), *(f"{line}." for line in plan.remarks()), *_warnings(plan)),
+        (*map(typed, notes.notes), *(f"{line}." for line in remarks), *_warnings(plan)),
         sections,
         every,
         [part for parts in records for part in parts],
@@ -335,7 +338,11 @@ def _headline(results: Results) -> Iterator[Section]:
 
 
 def _claims(
-    study: Study, every: Sequence[Verdict], records: list[list[dict[str, Any]]], shares: Shares
+    study: Study,
+    every: Sequence[Verdict],
+    records: list[list[dict[str, Any]]],
+    shares: Shares,
+    sides: Sides,
 ) -> Iterator[Section]:
     """The claims at a glance, and then each of them with its picture and its tests."""
     if not every:
@@ -351,7 +358,7 @@ def _claims(
         rows.append([Entry(text, prose=True), Entry(state, bold=True), *others])
         svg = dotplot.draw(verdict, [part["published"] for part in parts]) if parts else ""
         figure = Drawing(f"claim-{number}.svg", svg) if svg else None
-        claims.append(Tested(text, state, figure, _facts(verdict, shares)))
+        claims.append(Tested(text, state, figure, _facts(verdict, shares, sides)))
     title = "The claims, and whether they hold here" if study.paper else "Claims"
     headers = ("claim", "verdict", *compress(GLANCE, shown))
     legend = dotplot.LEGEND + (dotplot.LEGEND_THEIRS if published else "")
@@ -376,13 +383,14 @@ def at_a_glance(parts: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     return (*differences, seeds, hours, parts[0]["registered"])
 
 
-def _facts(verdict: Verdict, shares: Shares) -> dict[str, str]:
+def _facts(verdict: Verdict, shares: Shares, sides: Sides) -> dict[str, str]:
     """What is known of a claim besides its verdict, by name."""
     facts = {
         "difference": verdict.evidence(),
         "over seeds and test examples (multi-bootstrap)": _bootstrap(verdict, shares),
         "p corrected over all claims (Holm)": _over_study(verdict),
         "seeds that would decide it": verdict.needed,
+        "its sides differ in": sides.words(verdict.claim),
     }
     if shares.study.registration is not None:
         facts["margin"] = f"{verdict.margin:g}"
@@ -392,7 +400,7 @@ def _facts(verdict: Verdict, shares: Shares) -> dict[str, str]:
 
 def _detectable(verdict: Verdict) -> str:
     """The differences that the seeds of a registered claim detect with power 0.8."""
-    every = [part.difference.detectable for part in verdict.parts]
+    every = [part.difference.detectable(verdict.claim.tie) for part in verdict.parts]
     texts = [f"{number:.{verdict.table.digits}f}" for number in every if number is not None]
     return ", ".join(texts) or "-"
 
@@ -574,10 +582,9 @@ def _side_by_side(table: ScoreTable, cells: list[list[Cell]]) -> Drawing:
 def _numeric_factor(study: Study, stage: str) -> str:
     """The first factor of a stage, besides the seeds, that has three levels or more, all of them
     numbers; "" if there is none."""
-    for factor, levels in study.factors(stage).items():
-        if factor.split(".")[0] != SEED and _numeric(levels):
-            return factor
-    return ""
+    random = study.random_factors(stage)
+    factors = study.factors(stage).items()
+    return next((f for f, levels in factors if f not in random and _numeric(levels)), "")
 
 
 def _numeric(levels: Iterable[str]) -> bool:
@@ -593,10 +600,11 @@ def _along(study: Study, table: ScoreTable, factor: str, cells: list[list[Cell]]
     """The figure of a sweep over a number, such as the layer of a probe: the scores on the first
     split by this number, with a line for each combination of the other settings."""
     levels = sorted(study.factors(table.stage)[factor], key=float)
+    random = study.random_factors(table.stage)
     lines: dict[str, dict[str, Cell]] = {}
     for cell in (row[0] for row in cells if row[0].runs):
         own = cell.runs[0].levels
-        others = [f"{f}={v}" for f, v in own.items() if f != factor and f.split(".")[0] != SEED]
+        others = [f"{f}={v}" for f, v in own.items() if f not in (factor, *random)]
         name = ", ".join(others) or "all runs"
         lines.setdefault(name, {})[own[factor]] = replace(cell, row=name, column=own[factor])
     split = cells[0][0].column

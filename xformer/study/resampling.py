@@ -19,7 +19,7 @@ from xformer.config import flat
 from xformer.predictions import FOLDER, read
 from xformer.study.claims import Verdict, published_difference
 from xformer.study.plan import Job
-from xformer.study.results import Replicate, Results, mean_of
+from xformer.study.results import Replicate, Results
 from xformer.study.spec import SEED, Levels, ScoreTable, Study
 from xformer.study.statistics import (
     RESAMPLES,
@@ -49,9 +49,7 @@ class Shares(Results):
     """A study's tables with a vector in place of each score: the share of each source in it."""
 
     def __init__(self, results: Results):
-        self.study, self.plan = results.study, results.plan
-        self.metrics, self.seconds = results.metrics, results.seconds
-        self._examples = results._examples
+        vars(self).update(vars(results))
         self.sources = [  # key of the run, split, metric
             (key, split, metric)
             for key, splits in self.metrics.items()
@@ -165,16 +163,14 @@ def _hours(results: Results, keys: set[str]) -> float:
 
 
 def random_factors(study: Study, stage: str) -> dict[str, str]:
-    """The factors of a stage that only change seeds, each with what a level of it is. `seed` comes
-    first: the others are nested in it."""
+    """The random factors of a stage, each with what a level of it is."""
     factors = {}
-    for factor, levels in study.factors(stage).items():
-        keys = {key for settings in levels.values() for key in flat(settings)}
-        if factor == SEED or all(key.split(".")[0] == SEED for key in keys):
-            factors[factor] = ", ".join(sorted(keys)) or factor
+    for factor in study.random_factors(stage):
+        keys = {key for some in study.factors(stage)[factor].values() for key in flat(some)}
+        factors[factor] = ", ".join(sorted(keys)) or factor
     if SEED in factors and study.registration is not None:
         factors[SEED] = study.registration.unit.partition(";")[0]  # without its limits
-    return {factor: factors[factor] for factor in sorted(factors, key=lambda name: name != SEED)}
+    return factors
 
 
 def variances(
@@ -185,7 +181,7 @@ def variances(
     fewer than two seeds."""
     factors = list(random_factors(results.study, table.stage))
     wanted = {table.rows: row, table.columns: column}
-    scores = _by_levels(results, table, wanted, factors)
+    scores = results.by_levels(table, wanted, factors)
     levels = [list(dict.fromkeys(key[i] for key in scores)) for i in range(len(factors))]
     several = [i for i, some in enumerate(levels) if len(some) > 1]
     if not several:
@@ -197,19 +193,8 @@ def variances(
     if len(grid) < 2:
         return {}
     parts = dict(zip((factors[i] for i in several), nested_variances(grid), strict=True))
-    sums = _by_levels(shares, table, wanted, factors).values()
+    sums = shares.by_levels(table, wanted, factors).values()
     drawn = [shares.resampled(shares_of) for shares_of in sums]
     if not any(isinstance(one, str) for one in drawn):
         parts[EXAMPLES] = example_variance(np.array(drawn))
     return parts
-
-
-def _by_levels(
-    results: Results, table: ScoreTable, wanted: Levels, factors: Sequence[str]
-) -> dict[Replicate, Any]:
-    """The scores at some levels by the levels of random factors, averaged over all else."""
-    groups: dict[Replicate, list[Any]] = {}
-    for score in results.scores(table, wanted):
-        if score.value is not None:
-            groups.setdefault(tuple(score.levels[f] for f in factors), []).append(score.value)
-    return {key: mean_of(values) for key, values in groups.items()}

@@ -214,7 +214,8 @@ class Results:
     def check(self) -> None:
         """Raise BadInput naming the first table that needs a score which a finished run lacks."""
         for table in self.study.tables:
-            sides = [side for c in self.study.claims if c.table == table.name for side in c.sides("")]
+            claims = [claim for claim in self.study.claims if claim.table == table.name]
+            sides = [side for claim in claims for side in (claim.better, claim.than)]
             for wanted in ({}, *sides):
                 for _ in self.scores(table, wanted):
                     pass
@@ -227,11 +228,8 @@ class Results:
         for job in self.plan.runs(table.stage, table.at(wanted)):
             base = bases.get(tuple(job.levels[factor] for factor in minus))
             for column in self.study.columns_of(table, {**job.levels, **wanted}):
-                value, chance = self._score(job, table, column), table.chance.get(column)
-                floor = -math.inf
-                if chance is not None:
-                    floor = table.scale * (chance + self._error(job, table, column, chance))
-                learnt = value is None or value > floor
+                value = self._score(job, table, column)
+                learnt = value is None or value > self._floor(job, table, column)
                 if table.minus and value is not None:
                     less = None if base is None else self._score(base, table, column)
                     value = None if less is None else value - less
@@ -254,45 +252,48 @@ class Results:
             scores.append(self._value(job, split, metric))
         return mean_of(scores) * table.scale
 
-    def _error(self, job: Job, table: ScoreTable, column: str, chance: float) -> float:
-        """How far above chance a score still counts as at chance: by rounding, or for an accuracy
-        by 1.64 standard errors if its predictions are kept."""
-        split, metric = table.source_of(column)
+    def _floor(self, job: Job, table: ScoreTable, column: str) -> float:
+        """What a score must exceed to be above chance: the chance level and its rounding, or for an
+        accuracy 1.64 standard errors if its predictions are kept."""
+        if (chance := table.chance.get(column)) is None:
+            return -math.inf
+        error, (split, metric) = ROUNDING, table.source_of(column)
         path = job.path / FOLDER / f"{split}.npz"
-        if metric != "accuracy" or not path.is_file():
-            return ROUNDING
-        if path not in self._examples:
-            predictions = read(path)
-            weighted = predictions.task.weighted(predictions).get("accuracy")
-            self._examples[path] = 0 if weighted is None else weighted.examples
-        variance = max(0.0, chance * (1 - chance)) / (self._examples[path] or math.inf)
-        return max(ROUNDING, float(stats.norm.ppf(LEVEL)) * variance**0.5)
+        if metric == "accuracy" and path.is_file():
+            if path not in self._examples:
+                predictions = read(path)
+                weighted = predictions.task.weighted(predictions).get("accuracy")
+                self._examples[path] = 0 if weighted is None else weighted.examples
+            variance = max(0.0, chance * (1 - chance)) / (self._examples[path] or math.inf)
+            error = max(ROUNDING, float(stats.norm.ppf(LEVEL)) * variance**0.5)
+        return table.scale * (chance + error)
 
     def _value(self, job: Job, split: str, metric: str) -> Any:
         """A score of a finished run."""
         return self.metrics[job.key][split][metric]
 
     def replicates(self, table: ScoreTable, wanted: Levels) -> dict[Replicate, Any]:
-        """Scores of the runs at these levels by seed, averaged over everything else.
+        """Scores of the runs at these levels by seed, averaged over everything else. If no factor
+        is called `seed`, each combination of the levels of the remaining factors (all but rows,
+        columns and those of `wanted`) takes the place of a seed."""
+        return self.by_levels(table, wanted, replicate_factors(self.study, table, wanted))
 
-        A seed that lacks a score is left out, so that all averages are over the same runs. If no
-        factor is called `seed`, each combination of the levels of the remaining factors (all but
-        rows, columns and those of `wanted`) takes the place of a seed.
-        """
-        replicates = replicate_factors(self.study, table, wanted)
+    def by_levels(
+        self, table: ScoreTable, wanted: Levels, factors: Sequence[str]
+    ) -> dict[Replicate, Any]:
+        """The scores at some levels by the levels of some factors, averaged over all else. Levels
+        that lack a score are left out, so that all averages are over the same runs."""
         groups: dict[Replicate, list[float | None]] = {}
         for score in self.scores(table, wanted):
-            key = tuple(score.levels[factor] for factor in replicates)
+            key = tuple(score.levels[factor] for factor in factors)
             groups.setdefault(key, []).append(score.value)
         return {k: mean_of(whole) for k, values in groups.items() if (whole := _whole(values))}
 
     def of_cell(self, table: ScoreTable, row: str, columns: Sequence[str]) -> list[Any]:
         """The means of some columns, for each replicate that has them all."""
-        first, *others = (
-            self.replicates(table, {table.rows: row, table.columns: column}) for column in columns
-        )
-        keys = [key for key in first if all(key in other for other in others)]
-        return [mean_of([one[key] for one in (first, *others)]) for key in keys]
+        parts = [self.replicates(table, {table.rows: row, table.columns: c}) for c in columns]
+        keys = [key for key in parts[0] if all(key in part for part in parts)]
+        return [mean_of([part[key] for part in parts]) for key in keys]
 
     def means(self, table: ScoreTable) -> dict[str, tuple[str, ...]]:
         """The columns that each mean of columns has at this scale."""
@@ -357,25 +358,27 @@ class Results:
         a seed that lacks one is left out. If the runs have a split valid, the row with the best
         mean there comes first."""
         scale = 100 if sign > 0 else 1
+        random = self.study.random_factors(stage)
         groups: dict[str, list[Job]] = {}
         scores: dict[str, dict[str, float]] = {}  # by split and key
         for job in self.plan.runs(stage):
-            parts = [f"{f}={level}" for f, level in job.levels.items() if f.split(".")[0] != SEED]
+            parts = [f"{f}={level}" for f, level in job.levels.items() if f not in random]
             groups.setdefault(", ".join(parts) or "all runs", []).append(job)
             for split, numbers in self.metrics.get(job.key, {}).items():
                 if metric in numbers:
                     scores.setdefault(split, {})[job.key] = scale * numbers[metric]
-        rows: list[list[Cell]] = []
-        for name, jobs in groups.items():
-            rows.append([])
-            for split in sorted(scores, key=lambda split: split != "valid"):
-                runs = tuple(job for job in jobs if job.key in scores[split])
-                by_seed: dict[str, list[float | None]] = {}
-                for job in jobs:
-                    score = scores[split].get(job.key)
-                    by_seed.setdefault(job.levels.get(SEED, job.key), []).append(score)
-                means = [mean(some) for some in map(_whole, by_seed.values()) if some]
-                rows[-1].append(Cell(name, split, runs, sample_of(means) if means else None, None))
+
+        def cell(name: str, jobs: list[Job], split: str) -> Cell:
+            by_seed: dict[str, list[float | None]] = {}
+            for job in jobs:
+                score = scores[split].get(job.key)
+                by_seed.setdefault(job.levels.get(SEED, job.key), []).append(score)
+            means = [mean(some) for some in map(_whole, by_seed.values()) if some]
+            runs = tuple(job for job in jobs if job.key in scores[split])
+            return Cell(name, split, runs, sample_of(means) if means else None, None)
+
+        splits = sorted(scores, key=lambda split: split != "valid")
+        rows = [[cell(name, jobs, split) for split in splits] for name, jobs in groups.items()]
         if "valid" in scores:
             rows.sort(key=lambda row: math.inf if row[0].value is None else -sign * row[0].value)
         return rows

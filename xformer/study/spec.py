@@ -427,6 +427,17 @@ class Study(Settings):
             factors[factor] = {level: levels[level] for level in wanted if level in levels}
         return factors
 
+    def random_factors(self, stage: str) -> list[str]:
+        """The factors of a stage that only set seeds, or that the registration calls random. SEED
+        comes first: the others are nested in it."""
+        known = {SEED, *(self.registration.seeds if self.registration else ())}
+        factors = []
+        for factor, levels in self.factors(stage).items():
+            groups = {key.split(".")[0] for some in levels.values() for key in flat(some)}
+            if factor in known or groups == {SEED}:
+                factors.append(factor)
+        return sorted(factors, key=lambda factor: factor != SEED)
+
     def table(self, name: str) -> ScoreTable:
         """The table of a name."""
         return next(table for table in self.tables if table.name == name)
@@ -450,6 +461,11 @@ class Study(Settings):
     def stands_for(self, factor: str, level: str) -> str:
         """The published name of a level."""
         return self.like.get(f"{factor}={level}", self.like.get(level, level))
+
+    @property
+    def extends(self) -> bool:
+        """Whether the study has a base."""
+        return "base" in tomllib.loads(self.path.read_text(encoding="utf-8"))
 
     def shows(self) -> tuple[Shown, ...]:
         """Every table and figure."""
@@ -662,7 +678,7 @@ def _bad_levels(study: Study, factor: str) -> Iterator[str]:
 def _bad_names(study: Study, whole: Study) -> Iterator[str]:
     """The wrong names in deviations and in places such as {made.X}."""
     # a deviation that comes from the base of a study may name a table that only the base shows
-    own = "base" not in tomllib.loads(study.path.read_text(encoding="utf-8"))
+    own = not study.extends
     for one, kind in product(study.deviations if own else (), ("tables", "curves", "pictures")):
         lines = [*_unknown(getattr(one, kind), {shown.name for shown in getattr(whole, kind)})]
         yield from (f"deviation {one.what!r}: {kind}: {line}" for line in lines)
@@ -968,15 +984,13 @@ def replicate_factors(study: Study, table: ScoreTable, fixed: Collection[str]) -
 def averaged_factors(study: Study, table: ScoreTable) -> list[str]:
     """The factors over which a score of a table's cell is a mean, besides the parts of a mean of
     columns."""
-    own = replicate_factors(study, table, ())
-    levels: dict[str, dict[tuple[str, ...], set[str]]] = {}  # by factor, then cell and replicate
+    own = (table.rows, table.columns, *replicate_factors(study, table, ()))
+    levels: dict[tuple[str, ...], set[str]] = {}  # by factor, cell and replicate
     for run in study.combinations(table.stage, table.where):
-        place = tuple(run.get(factor, "") for factor in (table.rows, table.columns, *own))
-        for factor in run.keys() - {table.rows, table.columns, *own}:
-            levels.setdefault(factor, {}).setdefault(place, set()).add(run[factor])
-    several = {
-        f for f, places in levels.items() if any(len(every) > 1 for every in places.values())
-    }
+        place = [run.get(factor, "") for factor in own]
+        for factor in run.keys() - {*own}:
+            levels.setdefault((factor, *place), set()).add(run[factor])
+    several = {factor for (factor, *_), every in levels.items() if len(every) > 1}
     return [factor for factor in study.factors(table.stage) if factor in several]
 
 

@@ -49,10 +49,11 @@ def tie_test(differences: Sequence[float], margin: float) -> float:
     return float(max(above, below))
 
 
-def detectable(pairs: int, tests: int = 1) -> float:
+def detectable(pairs: int, tests: float = 1) -> float:
     """The true mean of differences, in standard deviations of the differences, that the two-sided
     paired t test of this many pairs finds with probability POWER (Cohen 1988, section 2.2). With
-    several `tests` it is that of the strictest of them (Bonferroni). Infinite for one pair."""
+    several `tests` it is that of the strictest of them (Bonferroni), with 0.5 that of a one-sided
+    test. Infinite for one pair."""
     if pairs < 2:
         return math.inf
     high = 100.0
@@ -61,7 +62,7 @@ def detectable(pairs: int, tests: int = 1) -> float:
     return float(brentq(lambda effect: _power(pairs, effect, tests) - POWER, 0.0, high))
 
 
-def _power(pairs: int, effect: float, tests: int) -> float:
+def _power(pairs: int, effect: float, tests: float) -> float:
     """The probability that the t test finds a difference of `effect` standard deviations."""
     bound, away = stats.t.ppf(1 - (1 - LEVEL) / 2 / tests, pairs - 1), effect * pairs**0.5
     return 1.0 if away > 10 * bound + 100 else float(stats.nct.sf(bound, pairs - 1, away))

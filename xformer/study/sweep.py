@@ -140,7 +140,7 @@ class _Needs:
         if isinstance(value, list | tuple):
             return [self.filled(key, path) for path in value]
         if value not in self.names:
-            plain = re.sub(r"[^\w-]", "-", Path(value).name) or "path"
+            plain = re.sub(r"[^\w-]", "-", Path(value).name, flags=re.ASCII) or "path"
             known = self.names.values()
             other = (f"{plain}-{number}" for number in range(2, len(known) + 3))
             self.names[value] = next(n for n in (plain, *other) if n not in known)

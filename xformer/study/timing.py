@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -21,7 +20,7 @@ from xformer.data.display import many, say
 from xformer.data.errors import BadInput
 from xformer.data.files import make_directory, read_json, write_json
 from xformer.monitor import events
-from xformer.study.costs import Costs, Work
+from xformer.study.costs import Costs, Work, logged_speed
 from xformer.study.plan import Job, Plan
 from xformer.study.pool import Local, last_words, set_up
 
@@ -100,11 +99,9 @@ def _tokens_per_second(job: Job, executor: Local, end: float) -> float | None:
         finally:
             handle.kill()
             handle.join()
-        steps = events(path, "train")
         if status:
             say(f"{job.name} fails: {last_words(timed, status)}", error=True)
-        speeds = [step["real_tokens_per_second"] for step in steps[WARM_UP:] or steps[-1:]]
-        return median(speeds) if speeds and not status else None
+        return None if status else logged_speed(path, WARM_UP)
 
 
 def _enough(steps: list[dict[str, Any]]) -> bool:

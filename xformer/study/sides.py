@@ -1,0 +1,140 @@
+"""In which settings the two sides of a claim differ, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from xformer.config import each, flat
+from xformer.data.files import installed
+from xformer.study.forecast import Forecast, settings_of
+from xformer.study.notes import in_words
+from xformer.study.plan import INTERVALS, Job
+from xformer.study.spec import Claim
+from xformer.tasks.known import TASKS
+
+# these decide nothing, or are the random part of a comparison
+LEFT_OUT = ("run", "overwrite", *(f"train.{name}" for name in INTERVALS))
+# what a loss of masked tokens is a loss on
+PREDICTED = ("data", "mapping", "masking")
+INNER = ": "  # between the name of a stage and a setting of its runs
+MOST = 4  # settings of a group whose values are shown; of more the names alone
+
+
+class Sides:
+    """The settings in which the sides of a study's claims differ."""
+
+    def __init__(self, forecast: Forecast):
+        self.forecast, self.plan = forecast, forecast.plan
+        self._settings: dict[str, dict[str, Any]] = {}  # by key of a job
+
+    def differing(self, claim: Claim) -> dict[str, tuple[Any, Any]]:
+        """The settings in which the runs of the two sides of a claim differ, and those of the runs
+        that they start from: {key: (one side, the other)}. A side has a value if all its runs have
+        the same, else None."""
+        better, than = (self._values(side) for side in self._runs(claim))
+        pairs: dict[str, tuple[Any, Any]] = {}
+        for key in {**better, **than}:
+            if (one := better.get(key)) != (other := than.get(key)):
+                stage = key.partition(INNER)[0]
+                if INNER in key and not _both(better, than, f"{stage}{INNER}"):
+                    pairs[stage] = (None, None)
+                elif not key.startswith("model.") or _both(better, than, "model."):
+                    pairs[key] = (_only(one), _only(other))
+        own = {key: pair for key, pair in pairs.items() if INNER not in key}
+        return {k: p for k, p in pairs.items() if k in own or own.get(k.partition(INNER)[2]) != p}
+
+    def words(self, claim: Claim) -> str:
+        """The same in words: "masking.spans (true, false), pretrain: optim.lr (1e-4, 5e-5)"."""
+        pairs = self.differing(claim)
+        groups = Counter(key.rpartition(".")[0] for key in pairs)
+        parts = []
+        for key, pair in pairs.items():
+            values = [in_words(one) for one in pair if isinstance(one, bool | int | float | str)]
+            shown = len(values) == len(pair) and groups[key.rpartition(".")[0]] <= MOST
+            parts.append(f"{key} ({', '.join(values)})" if shown else key)
+        return ", ".join(parts)
+
+    def lines(self) -> list[str]:
+        """What --dry-run says of them, a line for each claim."""
+        words = [(claim.text, self.words(claim)) for claim in self.plan.study.claims]
+        lines = [f"  {text}: {own}" for text, own in words if own]
+        return ["", "the sides of each claim differ in", *lines] if lines else []
+
+    def remarks(self) -> Iterator[str]:
+        """A line for each claim on scores of masked tokens whose sides mask or read differently."""
+        for claim in self.plan.study.claims:
+            jobs = [job for side in self._runs(claim) for job in side]
+            if not all(job.recipe and TASKS[job.recipe["head"]].predicts_masked for job in jobs):
+                continue
+            keys = [key for key in self.differing(claim) if key.split(".")[0] in PREDICTED]
+            if keys:
+                yield (
+                    f"the sides of the claim {claim.text!r} differ in {', '.join(keys)}. So they "
+                    "predict other tokens, and the better score need not be the better model"
+                )
+
+    def _runs(self, claim: Claim) -> list[list[Job]]:
+        """The runs of each side of a claim."""
+        table = self.plan.study.table(claim.table)
+        sides = (claim.better, claim.than)
+        return [self.plan.runs(table.stage, table.at(side)) for side in sides]
+
+    def _values(self, jobs: list[Job]) -> dict[str, list[str]]:
+        """The values that each setting has in some runs, as sorted JSON."""
+        values: dict[str, set[str]] = {}
+        for job in jobs:
+            for key, value in self._of(job).items():
+                values.setdefault(key, set()).add(json.dumps(value, sort_keys=True))
+        return {key: sorted(some) for key, some in values.items()}
+
+    def _of(self, job: Job) -> Mapping[str, Any]:
+        """What decides the result of a job, by key. The keys of a run that it starts from or reads
+        begin with "STAGE: "."""
+        if job.key not in self._settings:
+            settings = self._of_command(job) if job.recipe is None else self._of_run(job)
+            for other in (self.plan.jobs[key] for key in job.waits):
+                if other.stage and other.recipe is not None:
+                    inner = self._of(other).items()
+                    settings |= {
+                        k if INNER in k else f"{other.stage}{INNER}{k}": v for k, v in inner
+                    }
+            self._settings[job.key] = settings
+        return self._settings[job.key]
+
+    def _of_command(self, job: Job) -> dict[str, Any]:
+        return {key: value for key, value in settings_of(job.command).items() if key != "out"}
+
+    def _of_run(self, job: Job) -> dict[str, Any]:
+        recipe, start = self.forecast.recipe(job), self.forecast.start(job)
+        content = recipe.model_dump(mode="json")
+        content["system"] = {"precision": recipe.system.precision}
+        content["data"] = [self._name(path) for path in each(recipe.data)]
+        content["model"] = {} if start is None else start.model_dump(mode="json")
+        content["init"] = recipe.init and self._name(recipe.init)
+        settings = {k: v for k, v in flat(content).items() if k not in LEFT_OUT}
+        return {key: value for key, value in settings.items() if key.split(".")[0] != "seed"}
+
+    def _name(self, path: str) -> str:
+        """A path as it stands in the study: a stage, what is made or a need, and what lies below
+        it."""
+        places = [(job.path, job.stage or job.name) for job in self.plan.jobs.values()]
+        needs = ((installed(given), f"needs.{name}") for name, given in self.plan.paths.items())
+        for place, name in (*places, *needs):
+            if place != Path() and Path(path).is_relative_to(place):
+                below = Path(path).relative_to(place).as_posix()
+                return name + (f"/{below}" if below != "." else "")
+        return path
+
+
+def _only(values: list[str] | None) -> Any:
+    """The value that a list of JSON texts has; None if it has several or none."""
+    return json.loads(values[0]) if values and len(values) == 1 else None
+
+
+def _both(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str) -> bool:
+    """Whether two groups of settings both have keys that begin with a prefix."""
+    return all(any(key.startswith(prefix) for key in settings) for settings in (one, other))
