@@ -154,6 +154,10 @@ def planned(arguments: list[str]) -> tuple[Plan, Arguments]:
         raise BadInput(f"give one study, such as {such}; given: {' '.join(files) or 'none'}")
     path = find_recipe(files[0], kind="studies")
     plan = _plan(path, settings.scale, settings.needs, settings)
+    for name in plan.missing().keys() & settings.needs.keys():  # the run would go on without it
+        if not settings.dry_run:
+            given = settings.needs[name]
+            raise BadInput(f"needs.{name}={given}: {plan.absent[name].absolute()} does not exist")
     only = {k: v if isinstance(v, tuple) else (v,) for k, v in settings.only.items()}
     plan.restrict({factor: [str(level) for level in levels] for factor, levels in only.items()})
     return plan, settings
@@ -223,6 +227,10 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
         say(f"note: {line}")
     for line in _lacking(plan):
         say(f"missing: {line}", error=True)
+    if without := [key for key, job in todo.items() if job.missing]:
+        say(
+            f"{len(todo) - len(without)} of {many(len(todo), 'job')} can run without it", error=True
+        )
     for job in plan.jobs.values():
         if job.done:  # perhaps by a call without kept=
             ledger.keep(job, again=False)

@@ -497,8 +497,13 @@ def _same_runs(now: dict[str, Any], then: dict[str, Any], claim: dict[str, Any])
         for part in ("stages", "made", "needs", "recipes"):
             _drop(now[part], then[part])
         free = claim["better"].keys() & claim["than"].keys() | ({SEED} if extended else set())
+        new = set[tuple[str, str]]()  # levels that `levels` has added
+        for factor in free & now["levels"].keys() & then["levels"].keys():
+            new |= {
+                (factor, str(one)) for one in _drop(now["levels"][factor], then["levels"][factor])
+            }
         for name, stage in now["stages"].items():
-            before, added = then["stages"][name], set[tuple[str, str]]()
+            before, added = then["stages"][name], set(new)
             for factor in free & stage.get("vary", {}).keys() & before.get("vary", {}).keys():
                 gone = _drop(stage["vary"][factor], before["vary"][factor])
                 added |= {(factor, str(level)) for level in gone}
@@ -511,8 +516,6 @@ def _same_runs(now: dict[str, Any], then: dict[str, Any], claim: dict[str, Any])
                 stage["without"] = left
                 if not left and "without" not in before:
                     del stage["without"]
-        for factor in free & now["levels"].keys() & then["levels"].keys():
-            _drop(now["levels"][factor], then["levels"][factor])
     return now == then
 
 

@@ -184,9 +184,8 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     notes, sides, shares = Notes(forecast), Sides(forecast), Shares(results)
     again = made_again(plan, directory)
     every = verdicts(results)
-    if study.registration and (changed := len(again.keys() & plan.jobs.keys())):
-        note = f"; runs that were made again because their key changed: {changed}"
-        every = [replace(one, registered=one.registered + note) for one in every]
+    if study.registration is not None:
+        every = [replace(v, registered=v.registered + _again(plan, v.table, again)) for v in every]
     records = [claim_records(shares, verdict) for verdict in every]
     sections = [*_headline(results), *_claims(study, every, records, shares, sides)]
     if not study.shows():
@@ -212,6 +211,13 @@ def build_report(results: Results, outcomes: dict[str, Outcome], directory: Path
         dict(waiting),
         [_run(job, results, outcomes, directory, again) for job in plan.jobs.values()],
     )
+
+
+def _again(plan: Plan, table: ScoreTable, again: dict[str, str]) -> str:
+    """How many runs of a table's stages were made again; "" if none were."""
+    keys = {job.key for stage in (table.stage, table.minus) for job in plan.runs(stage)}
+    count = len(keys & again.keys())
+    return f"; runs that were made again because their key changed: {count}" if count else ""
 
 
 def _warnings(plan: Plan) -> Iterator[str]:

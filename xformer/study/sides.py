@@ -12,8 +12,9 @@ from xformer.config import each, flat
 from xformer.data.files import installed
 from xformer.study.forecast import Forecast, settings_of
 from xformer.study.notes import in_words
-from xformer.study.plan import INTERVALS, Job
+from xformer.study.plan import INTERVALS, READ, Job
 from xformer.study.spec import Claim
+from xformer.surgery.registry import Operation
 from xformer.tasks.known import TASKS
 
 # these decide nothing, or are the random part of a comparison
@@ -48,21 +49,21 @@ class Sides:
         return {k: p for k, p in pairs.items() if k in own or own.get(k.partition(INNER)[2]) != p}
 
     def words(self, claim: Claim) -> str:
-        """The same in words: "masking.spans (true, false), pretrain: optim.lr (1e-4, 5e-5)"."""
+        """The same in words: "masking.spans (true; false), pretrain: optim.lr (1e-4; 5e-5)"."""
         pairs = self.differing(claim)
         groups = Counter(key.rpartition(".")[0] for key in pairs)
         parts = []
         for key, pair in pairs.items():
             values = [in_words(one) for one in pair if isinstance(one, bool | int | float | str)]
             shown = len(values) == len(pair) and groups[key.rpartition(".")[0]] <= MOST
-            parts.append(f"{key} ({', '.join(values)})" if shown else key)
+            parts.append(f"{key} ({'; '.join(values)})" if shown else key)
         return ", ".join(parts)
 
     def lines(self) -> list[str]:
         """What --dry-run says of them, a line for each claim."""
         words = [(claim.text, self.words(claim)) for claim in self.plan.study.claims]
         lines = [f"  {text}: {own}" for text, own in words if own]
-        return ["", "the sides of each claim differ in", *lines] if lines else []
+        return ["the sides of each claim differ in", *lines, ""] if lines else []
 
     def remarks(self) -> Iterator[str]:
         """A line for each claim on scores of masked tokens whose sides mask or read differently."""
@@ -114,9 +115,16 @@ class Sides:
         content["system"] = {"precision": recipe.system.precision}
         content["data"] = [self._name(path) for path in each(recipe.data)]
         content["model"] = {} if start is None else start.model_dump(mode="json")
+        content["surgery"] = " + ".join(map(self._operation, recipe.surgery)) or "none"
         content["init"] = recipe.init and self._name(recipe.init)
         settings = {k: v for k, v in flat(content).items() if k not in LEFT_OUT}
         return {key: value for key, value in settings.items() if key.split(".")[0] != "seed"}
+
+    def _operation(self, operation: Operation) -> str:
+        """An operation on weights as one would type it, without its seed."""
+        typed = operation.model_dump(mode="json", exclude={"op", "seed"}, exclude_defaults=True)
+        given = [f"{k}={self._name(v) if k in READ else in_words(v)}" for k, v in typed.items()]
+        return f"{operation.op}({', '.join(given)})" if given else operation.op
 
     def _name(self, path: str) -> str:
         """A path as it stands in the study: a stage, what is made or a need, and what lies below

@@ -685,7 +685,9 @@ def _bad_names(study: Study, whole: Study) -> Iterator[str]:
     sources: dict[str, Collection[str]]
     sources = {"need": study.needs, "made": study.made, "stage": study.stages}
     for kind, name, *_ in PLACE.findall(study.model_dump_json()):
-        yield from (f"{{{kind}.{name}}}: {line}" for line in _unknown([name], sources[kind]))
+        other = [f"{{{k}.{name}}}" for k, names in sources.items() if k != kind and name in names]
+        near = f"; did you mean {' or '.join(other)}?" if other else ""
+        yield from (f"{{{kind}.{name}}}: {line}{near}" for line in _unknown([name], sources[kind]))
 
 
 def _bad_like(whole: Study) -> Iterator[str]:
@@ -749,7 +751,9 @@ def _bad_file_names(study: Study) -> Iterator[str]:
 def _bad_stage(study: Study, name: str) -> Iterator[str]:
     stage, owner = study.stages[name], dict[str, str]()
     if bool(stage.recipe) == bool(stage.command):
-        yield "give either a recipe or a command"
+        others = [other for other in study.stages if other != name]
+        near = "" if stage.recipe or stage.command else nearest(name, others)
+        yield f"give either a recipe or a command{near}"
     written = stage.model_dump_json(include={"command", "settings", "vary"})
     if stage.command and "{out}" not in written:
         yield f"its command needs {{out}}, the directory in which it writes {stage.result}"
@@ -758,6 +762,13 @@ def _bad_stage(study: Study, name: str) -> Iterator[str]:
             known = map(str, stage.vary.get(factor, [level]))
             lines = [*_unknown([factor], stage.vary), *_unknown([level], [*known])]
             yield from (f"without: {line}" for line in lines)
+    listed = [factor for factor, levels in stage.vary.items() if isinstance(levels, list)]
+    names = [one for one in listed if "." not in one and one not in Recipe.model_fields]
+    for factor in names if stage.recipe else ():
+        yield (
+            f"vary.{factor}: a list has values of a key, and recipes have no {factor!r}; levels "
+            "without settings are written { 0 = {}, 20 = {} }"
+        )
     factors = study.factors(name)
     for factor, levels in factors.items():
         if not levels and name in study.shown_stages():
@@ -773,7 +784,7 @@ def _bad_stage(study: Study, name: str) -> Iterator[str]:
                 yield f"the factors {owner[key]} and {factor} both set {key}; let one of them do it"
             owner[key] = factor
     try:
-        if stage.recipe and not factors.keys() & set(RESERVED):
+        if stage.recipe and not factors.keys() & {*RESERVED, *names}:
             yield from _bad_settings(study, name)
     except BadInput as error:
         yield from error.lines
@@ -907,12 +918,15 @@ def _bad_claim(study: Study, claim: Claim) -> Iterator[str]:
         if factor == table.columns and level in table.means:
             lines.append(f"{level} is a mean of columns, which no claim can name")
         else:
-            lines += _unknown([level], levels.get(factor, (level,)))
+            left_out = f"; levels.{factor} leaves it out" if factor in study.levels else ""
+            unknown = _unknown([level], levels.get(factor, (level,)))
+            lines += (f"{line}{left_out}" for line in unknown)
     needed = study.registration.seeds if study.registration is not None else {}
-    if study.registration is not None:
-        lines += (f"registration.seeds: {line}" for line in _unknown([SEED], needed))
     factors = study.factors(table.stage)
-    lines += (f"registration.seeds.{f}: {line}" for f in needed for line in _unknown([f], factors))
+    wrong = [f"registration.seeds: {line}" for line in _unknown(needed, factors)]
+    lines += wrong
+    if study.registration is not None and SEED not in needed and not wrong:
+        lines.append(f"registration.seeds must say how many levels the factor {SEED!r} has")
     yield from lines
     if lines:
         return
@@ -1071,7 +1085,8 @@ def with_levels(text: str, levels: Levels) -> str:
     for unknown in FACTOR.findall(PLACE.sub("", text)):
         if unknown != "{out}":
             has = ", ".join(levels) or "none"
-            raise BadInput(f"{text!r}: {unknown} is not one of its factors: {has}")
+            other = "; paths are {need.X}, {made.X} and {stage.X}" if "." in unknown else ""
+            raise BadInput(f"{text!r}: {unknown} is not one of its factors: {has}{other}")
     return text
 
 
