@@ -21,6 +21,7 @@ from xformer.data.errors import BadInput
 from xformer.study.claims import (
     Verdict,
     detectable,
+    first_result,
     origins,
     paired_test,
     registration_lines,
@@ -29,6 +30,7 @@ from xformer.study.claims import (
 from xformer.study.plan import Job
 from xformer.study.results import Results
 from xformer.study.spec import read_study
+from xformer.study.statistics import tie_power
 
 REGISTRATION = """
 [scales.mini.registration]
@@ -161,6 +163,36 @@ def test_the_commit_that_held_a_claim_first(file: Path) -> None:
     assert origins(outside, "mini")[0][0].time is None
 
 
+@pytest.mark.parametrize(
+    ("place", "first", "added", "other"),
+    [
+        (
+            "vary.seed = {}",
+            "{ a.seed = 0 }",
+            "{ a.seed = 0, b.seed = 1 }",
+            "{ a.seed = 2, b.seed = 1 }",
+        ),
+        ("[scales.mini]\nlevels.seed = {}\n", "[0]", "[0, 1]", "[1]"),
+        ("vary.seed = {}", "[0]", "[0, 1]\nwithout = [{ start = 'third', seed = 1 }]", "[1]"),
+    ],
+)
+def test_added_seeds_of_a_planned_extension_change_no_settings(
+    file: Path, place: str, first: str, added: str, other: str
+) -> None:
+    """As a group of settings, as a level of the scale, and left out at a level that the claim does
+    not name. A registered seed that changes does change them."""
+    text = file.read_text().replace("seeds.seed = 2", "seeds.seed = 1")
+    text = text.replace('extension = "none"', 'extension = "a second seed"')
+    text = text.replace("vary.rate.low", "vary.start.third = { init = '' }\nvary.rate.low")
+    old = "vary.seed = [0, 1]" if place.startswith("vary") else "[scales.mini]\n"
+    commits = []
+    for when, seeds in enumerate((first, added, other), start=1_000_000_000):
+        file.write_text(text.replace(old, place.replace("{}", seeds)))
+        read_study(file, "mini")
+        commits.append(commit(file, when))
+        assert origins(file, "mini")[0][1].commit == commits[0 if seeds != other else 2]
+
+
 def test_odd_content_of_earlier_commits(file: Path) -> None:
     """Links out of the repository are not followed. A study that had another form has changed."""
     (file.parent / "data").symlink_to("/usr/share")
@@ -249,6 +281,21 @@ def test_a_report_shows_margin_power_and_commit(file: Path, tmp_path: Path) -> N
     assert "the first result is of 1998-07-09 16:00" in there[2]
 
 
+@pytest.mark.usefixtures("data")
+def test_a_kept_result_may_be_older_than_its_run(file: Path, tmp_path: Path) -> None:
+    """The run was made again here."""
+    plan = plan_of(file, tmp_path, data=str(tmp_path / "data"))
+    plan.kept = tmp_path
+    finish(plan, lambda **_: 0.5)
+    line = '{{"event": "end", "step": 1, "time": {}}}'
+    for run in plan.runs("finetune"):
+        (run.path / "log.jsonl").write_text(line.format(1_000_000_500))
+        with zipfile.ZipFile(plan.kept / f"{run.key}.zip", "w") as kept:
+            kept.writestr("log.jsonl", line.format(1_000_000_000))
+    first = first_result(plan, plan.study.tables[0])
+    assert first == datetime.fromtimestamp(1_000_000_000, UTC)
+
+
 def test_a_claim_with_too_few_seeds_is_refused(file: Path) -> None:
     file.write_text(file.read_text().replace("seeds.seed = 2", "seeds.seed = 3"))
     with pytest.raises(
@@ -322,6 +369,24 @@ def test_an_extension_that_has_begun_waits_for_all_its_seeds(file: Path, tmp_pat
 
 
 @pytest.mark.usefixtures("data")
+def test_an_extension_begins_with_one_level_of_a_claim(file: Path, tmp_path: Path) -> None:
+    """One rate has the fourth seed, the other only the three that are registered."""
+    asked = REGISTRATION.replace("seeds.seed = 2", "seeds.seed = 3").replace('"none"', '"two"')
+    text = file.read_text().replace("vary.seed = [0, 1]", "vary.seed = [0, 1, 2, 3, 4]")
+    file.write_text(text.replace(REGISTRATION, asked))
+    plan = plan_of(file, tmp_path, data=str(tmp_path / "data"))
+    gain = [0.1, 0.11, 0.12, 0.1]
+
+    def score(seed: str, start: str, rate: str) -> Any:
+        known = int(seed) < (4 if rate == "low" else 3)
+        return 0.5 + gain[int(seed)] * (start == "pretrained") if known else None
+
+    finish(plan, score)
+    (verdict,) = verdicts(Results(plan))
+    assert (verdict.state, verdict.needed) == ("undecided", "5, as planned")
+
+
+@pytest.mark.usefixtures("data")
 def test_a_planned_extension_doubles_p_and_a_floor_decides_nothing(
     file: Path, tmp_path: Path
 ) -> None:
@@ -357,6 +422,24 @@ def test_the_power_of_a_paired_t_test(pairs: int, effect: float) -> None:
     if pairs > 3:
         assert detected == pytest.approx(effect, abs=2e-3)
     assert detectable(1) == float("inf")
+
+
+@pytest.mark.usefixtures("data")
+def test_the_distance_that_a_tie_detects_is_of_one_sided_tests(file: Path, tmp_path: Path) -> None:
+    """At that distance inside the margin, two one-sided tests show the tie in four of five
+    cases."""
+    text = file.read_text().replace('each = "rate"', "tie = true\nmargin = 0.5")
+    file.write_text(text.replace("vary.seed = [0, 1]", "vary.seed = [0, 1, 2, 3, 4]"))
+    plan = plan_of(file, tmp_path, data=str(tmp_path / "data"))
+    scores = [0.5, 0.6, 0.4, 0.7, 0.3]
+    finish(plan, lambda seed, start, rate: scores[int(seed)] if start == "pretrained" else 0.5)
+    (*_, line, _), deviation = registration_lines(plan), 100 * float(np.std(scores, ddof=1))
+    planned = re.search(r"5 pairs detect a difference ([\d.]+) standard deviations", line)
+    reported = re.search(r"its seeds detect \(power 0\.8\): ([\d.]+)\n", markdown_of(Results(plan)))
+    assert planned
+    assert reported
+    for distance in (float(planned[1]), float(reported[1]) / deviation):
+        assert tie_power(5, 50.0 - distance, 50.0) == pytest.approx(0.8, abs=0.005)
 
 
 def test_two_pairs_and_many_tests_detect_only_a_huge_difference() -> None:

@@ -22,7 +22,7 @@ from test_study import STUDY, data, finish, markdown_of, plan_of  # noqa: F401
 
 from xformer.data.errors import BadInput
 from xformer.predictions import write
-from xformer.study.claims import ClaimPart, tied_test, verdicts
+from xformer.study.claims import ClaimPart, published_difference, tied_test, verdicts
 from xformer.study.dotplot import THEIRS, draw
 from xformer.study.plan import Job, Plan
 from xformer.study.report import write_report
@@ -338,6 +338,44 @@ def test_a_single_seed_with_all_its_runs_has_no_variances(
     shutil.rmtree(missing[0].path)
     results = Results(plan)
     assert variances(results, Shares(results), table, *at.values()) == {}
+
+
+def test_a_seed_that_lacks_a_score_has_no_part_in_variances(
+    tmp_path: Path,
+    data: Path,  # noqa: F811
+) -> None:
+    """Its mean would be over fewer settings than that of the other seeds."""
+    clips = "".join(f"\nvary.clip.{name} = {{ optim.clip = {i}.0 }}" for i, name in enumerate("ab"))
+    plan = plan_of(study(tmp_path, (SEEDS[0], SEEDS[1] + clips)), tmp_path, data=str(data))
+
+    def score(seed: str, clip: str, **_: str) -> float | None:
+        return None if seed + clip == "4b" else 0.5 + 0.01 * int(seed) + 0.3 * (clip == "a")
+
+    finish(plan, score)
+    results, table = Results(plan), plan.study.tables[0]
+    parts = variances(results, Shares(results), table, "scratch", "high")
+    assert parts == pytest.approx({"seed": np.var([0, 1, 2, 3], ddof=1)})
+
+
+def test_a_factor_without_settings_is_not_random(tmp_path: Path) -> None:
+    """Such as one that names what is made. One that sets the order of the data is."""
+    corpora = 'settings.data = "{made.{corpus}}"\nvary.corpus = { letters = {}, task = {} }'
+    orders = f'{SEEDS[0]}\nvary."seed.order" = [7, 8]'
+    path = study(tmp_path, ('settings.data = "{made.task}"', corpora), (SEEDS[0], orders))
+    assert [*random_factors(read_study(path, "mini"), "finetune")] == ["seed", "seed.order"]
+
+
+def test_a_table_of_deviations_has_no_published_difference(
+    tmp_path: Path,
+    data: Path,  # noqa: F811
+) -> None:
+    """The claim is about means, and the paper's table is not."""
+    columns = 'columns = "rate"\n'
+    plan = plan_of(study(tmp_path, (columns, f'{columns}show = "deviation"\n')), tmp_path)
+    finish(plan, lambda seed, start, rate: 0.5)
+    results = Results(plan)
+    (verdict,) = verdicts(results)
+    assert published_difference(results, verdict, "low") is None
 
 
 def test_a_script_without_the_package_computes_the_numbers_again(

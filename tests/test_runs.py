@@ -187,6 +187,17 @@ def test_kept_results_with_a_removed_setting_are_listed(tmp_path: Path) -> None:
     assert summary(tmp_path, "kept").state == "killed?"
 
 
+def test_the_main_column_is_of_the_metric_that_selected(tmp_path: Path) -> None:
+    """A task may have another one than its head."""
+    recipe = {"data": "d", "run": "r", "head": "classify"}
+    write_json(tmp_path / "config.json", {"identity": {}, "config": recipe, "metric": "mcc"})
+    line = {"event": "validation", "step": 1, "time": 1.0, "accuracy": 0.9, "mcc": 0.5}
+    (tmp_path / "log.jsonl").write_text(json.dumps(line))
+    run = summary(tmp_path, "cola")
+    assert run.main == {"valid mcc"}
+    assert [*run.scores] == ["valid mcc", "valid accuracy"]
+
+
 def test_what_is_not_a_run_costs_a_line(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

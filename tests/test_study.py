@@ -321,6 +321,11 @@ def test_a_file_with_the_same_size_and_time_of_modification_is_read_again(tmp_pa
         ),
         (
             'columns = "rate"',
+            'columns = "rate"\nmetric = "loss"\nbest = "run"',
+            "table main: best is the highest number, but of loss lower is better; leave it out",
+        ),
+        (
+            'columns = "rate"',
             'columns = "rate"\nmetric = "loss"\nchance.low = 0.5',
             "table main: chance.low: runs above a chance level have learnt, but of loss lower is",
         ),
@@ -549,6 +554,31 @@ def test_a_claim_about_scores_and_losses_is_refused(file: Path, tmp_path: Path) 
     assert len(plan_of(changed(file, both), tmp_path).remarks()) == 1
     with pytest.raises(BadInput, match="averages scores and losses; make two claims of it"):
         plan_of(changed(file, ('each = "rate"', "")), tmp_path)
+
+
+def test_seeds_that_share_a_run_at_one_level_are_refused(file: Path, tmp_path: Path) -> None:
+    """Each pre-trained run starts from a pre-training of its own seed, but every run from scratch
+    from that of the first."""
+    changed(
+        file,
+        ("steps = 4 }", "steps = 4 }\nvary.seed = { a.seed = 0, b.seed = 1 }"),
+        ("vary.seed = [0, 1]", "vary.seed = { a = {}, b = {} }"),
+        ("scratch = {", 'scratch = { init = "{stage.pretrain(seed=a)}",'),
+    )
+    words = r"vary\.seed: a and b have the same settings, .* not two \(at scratch, low\)"
+    with pytest.raises(BadInput, match=words):
+        plan_of(file, tmp_path)
+    plan_of(changed(file, ("(seed=a)", "")), tmp_path)
+
+
+def test_stages_that_read_two_results_of_one_command_are_refused(tmp_path: Path) -> None:
+    stage = '[stages.{0}]\ncommand = ["-c", "1", "{{out}}"]\nresult = "{0}.json"\n'
+    file = tmp_path / "looks.toml"
+    file.write_text('title = "Looks"\n' + stage.format("one") + stage.format("two"))
+    words = r"two: it runs the same command as one, but .* \(two\.json; one\.json\)"
+    with pytest.raises(BadInput, match=words):
+        plan_of(file, tmp_path, "")
+    plan_of(changed(file, ("two.json", "one.json")), tmp_path, "")
 
 
 def test_levels_that_change_nothing_are_pointed_out(file: Path, tmp_path: Path) -> None:
@@ -915,6 +945,24 @@ def test_a_failure_stops_only_what_waits_for_it(tmp_path: Path) -> None:
         "waits for bad",
         "needs.bert is missing",
     )
+
+
+def test_what_can_never_run_does_not_start(tmp_path: Path) -> None:
+    """Later fine-tunings rank before earlier ones, and slots are free when the first run fails."""
+    jobs = [
+        replace(job(tmp_path, name, "", *waits), stage="x", recipe={})
+        for name, *waits in (["a"], ["b", "a"], ["c", "b"], ["d", "c"])
+    ]
+    executor = Slow()
+
+    def changed(_: object) -> None:
+        for name in [*executor.running]:
+            executor.end(name, made=False)
+
+    outcomes = pool.run_jobs(jobs, executor, changed, lambda _: None, 0)
+    assert executor.started == ["a"]
+    states = [(outcomes[key].state, outcomes[key].why) for key in "bcd"]
+    assert states == [("not run", f"waits for {key}") for key in "abc"]
 
 
 def test_what_a_command_warns_of_is_in_the_report(
@@ -2034,25 +2082,31 @@ def test_a_need_may_be_a_glob(file: Path, data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lead", "state"), [(0.0, "undecided"), (-0.2, "fails"), (None, "undecided")]
+    ("low", "high", "state"),
+    [
+        (0.2, 0.0, "undecided"),
+        (0.2, -0.2, "fails"),
+        (0.2, None, "undecided"),
+        (-0.2, None, "undecided"),
+    ],
 )
 def test_a_claim_may_fail_or_stay_open(
-    file: Path, data: Path, tmp_path: Path, lead: float | None, state: str
+    file: Path, data: Path, tmp_path: Path, low: float, high: float | None, state: str
 ) -> None:
     changed(file, ("vary.seed = [0, 1]", "vary.seed = [0, 1, 2, 3]"))
     plan = plan_of(file, tmp_path, data=str(data))
 
     def accuracy(seed: str, start: str, rate: str) -> float | None:
-        if lead is None and rate == "high":
-            return None  # the run of one rate is not finished yet
-        gain = 0.2 if lead is None else lead if rate == "high" else 0.2
+        gain = high if rate == "high" else low
+        if gain is None:
+            return None  # the runs of one rate are not finished yet
         wobble = 0.01 * (-1) ** int(seed)
         return 0.5 + (gain + wobble if start == "pretrained" else 0.0)
 
     finish(plan, accuracy)
     verdict = verdicts(Results(plan))[0]
     assert verdict.state == state
-    if lead is None:  # more seeds of the other rate would decide nothing
+    if high is None:  # more seeds of the other rate would decide nothing
         assert verdict.needed == ""
 
 
@@ -2587,6 +2641,22 @@ def test_slurm_is_missed_by_name(forks: Forks, file: Path, data: Path, tmp_path:
         f"needs.data={data}",
     )
     refused(ended, "executor=local" if shutil.which("sbatch") is None else "executor=")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["slurm.partition=gpu"], r"slurm\.partition needs executor=slurm"),
+        (["executor=slurm", "jobs=2"], "jobs= is for executor=local"),
+    ],
+)
+def test_arguments_of_the_other_executor_are_refused(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    line = [str(file), "scale=mini", "--dry-run", f"output={tmp_path / 'studies'}", *arguments]
+    monkeypatch.setattr("sys.argv", ["xformer.study", *line])
+    with pytest.raises(BadInput, match=words):
+        study_main()
 
 
 @pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda part: getattr(part, "stem", part))

@@ -132,6 +132,13 @@ def test_the_file_can_be_kept(tmp_path: Path) -> None:
         made.write(path)
 
 
+def test_a_path_with_letters_beyond_ascii_has_a_plain_name(tmp_path: Path) -> None:
+    """TOML has no other names without quotes."""
+    read("data=magasins/été", "seed=0..1").write(tmp_path / "mine.toml")
+    needs = read_study(tmp_path / "mine.toml", "").needs
+    assert {name: need.path for name, need in needs.items()} == {"-t-": "magasins/été"}
+
+
 def test_the_checkpoint_of_a_branch_enters_the_key(store: Path, tmp_path: Path) -> None:
     """If it is made again with other weights, so are the runs that branch from it."""
     place = tmp_path / "long/checkpoints/step_8"
@@ -419,7 +426,7 @@ def test_two_scores_have_no_interval() -> None:
     two = paired_test([0.0, 40.0], [0.0, 0.0])
     assert two.half is None
     assert two.p is not None
-    assert two.detectable is not None
+    assert two.detectable(False) is not None
 
 
 MISTAKES = """
