@@ -288,6 +288,13 @@ SUBSTITUTE = '{ op = "substitute_unused", store = "{made.wordy}" }'
 OTHER = "made.task was made with a different tokenizer from the checkpoint's"
 BY_WORDS = ('"dna", "--input"', '"dna", "--tokenizer", "{made.words}", "--input"')
 TINY = ("{ hidden = 16, intermediate = 16, layers = 1 }", "{ vocab_size = 8 }")
+CUT = (
+    "[made.alphabet]",
+    """[made.cut]
+command = ["-m", "xformer.surgery", "{need.data}/m", "{out}", "reverse_layers", "--seed", "3"]
+[made.alphabet]""",
+)
+OF_CUT = 'init = "{stage.pretrain}"', 'init = "{made.cut}"'
 MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
     ([], []),  # without a change everything fits
     # the model that another stage makes
@@ -379,6 +386,37 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
         ["store=made.paired was made with a different tokenizer"],
     ),
     # commands
+    ([('"dna", "--input"', '"dna", "--inputs"')], ["made.task: unrecognized arguments: --inputs"]),
+    ([('"task", "dna"', '"task", "dan"')], ["made.task: NAME: 'dan' is not one of tsv, "]),
+    (
+        [
+            ('"symbols", "--alphabet"', '"symbols", "--vocab-size", "many", "--alphabet"'),
+            corpus("four"),
+        ],
+        ["made.alphabet: argument --vocab-size: 'many' is not a whole number"],
+    ),
+    (
+        [('["preprocess.py", "pairs"', '["preproces.py", "pairs"'), corpus("paired")],
+        ["made.paired: there is no script 'preproces.py'; did you mean preprocess.py?"],
+    ),
+    (
+        [('"xformer.analysis", "capture"', '"xformer.analyze", "capture"')],
+        ["look seed=0: there is no module 'xformer.analyze'; did you mean xformer.analysis?"],
+    ),
+    (
+        [('"{stage.pretrain}", "max_t', '"{stage.pretrain}/trajectory/step_3", "max_t')],
+        ["look seed=0: pretrain keeps no weights at step 3 (train.keep_at=[]): add this step"],
+    ),
+    (
+        [('"{stage.pretrain}", "max_t', '"{stage.pretrain}/trajectry/step_3", "max_t')],
+        ["look seed=0: ", "trajectry/step_3 is no checkpoint of pretrain; write its step as"],
+    ),
+    ([CUT, OF_CUT], []),
+    ([(CUT[0], CUT[1].replace("--seed", "--sede")), OF_CUT], ["arguments: --sede"]),
+    (
+        [(CUT[0], CUT[1].replace('"{need.data}/m", "{out}"', '"{out}", "{need.data}/m"')), OF_CUT],
+        ["made.cut reads {out}, which it is to write"],
+    ),
     (
         [("max_tokens=64", "max_tokens=200")],
         ["max_tokens=200: pretrain takes rows of at most 128 tokens"],

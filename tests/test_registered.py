@@ -57,7 +57,7 @@ def file(tmp_path: Path) -> Path:
         ('"none"', '"None."', "extension: to plan none, write \"none\", not 'None.'"),
         ('"none"', '" "', "extension: to plan none"),
         ("seed = 2", "seed = 0", "seeds.seed=0: input should be greater than 0"),
-        ("seed = 2", "draw = 2", "registration.seeds: there is no 'seed'"),
+        ("seed = 2", "draw = 2", "registration.seeds: there is no 'draw'"),
     ],
 )
 def test_a_registration_that_says_something_else_is_refused(
@@ -302,9 +302,10 @@ def test_a_claim_with_too_few_seeds_is_refused(file: Path) -> None:
         BadInput, match=r"registration\.seeds\.seed=3, but pretrained, low has 2 levels"
     ):
         read_study(file, "mini")
-    for seeds in ("seeds.draw = 1", "seeds = {}"):
+    unknown, lacking = "registration.seeds: there is no 'draw'", "how many levels the factor 'seed'"
+    for seeds, words in (("seeds.draw = 1", unknown), ("seeds = {}", lacking)):
         file.write_text(re.sub(r"^seeds\b.*", seeds, file.read_text(), flags=re.MULTILINE))
-        with pytest.raises(BadInput, match=r"registration\.seeds: there is no 'seed'"):
+        with pytest.raises(BadInput, match=words):
             read_study(file, "mini")
 
 

@@ -170,7 +170,12 @@ def _plan(path: Path, scale: str, needs: dict[str, str], settings: Execution) ->
 
 
 def _root(settings: Execution) -> Path:
-    """The directory of all studies. Raises BadInput if it is a file."""
+    """The directory of all studies. Raises BadInput if it is a file, or if settings of the other
+    executor are given."""
+    if settings.slurm and settings.executor != "slurm":
+        raise BadInput(f"slurm.{next(iter(settings.slurm))} needs executor=slurm")
+    if settings.jobs and settings.executor == "slurm":
+        raise BadInput("jobs= is for executor=local; Slurm decides how many jobs run at once")
     root = Path(settings.output)
     if root.exists() and not root.is_dir():
         raise BadInput(f"output={root} is a file; give a directory")
@@ -189,10 +194,6 @@ def run_study(plan: Plan, settings: Execution, with_cost: bool = False) -> None:
     if lacking and not settings.dry_run:
         raise BadInput(f"{plan.study.path}: nothing can run: {'; '.join(_lacking(plan))}")
     here, slurm = pool.local(settings.jobs), settings.executor == "slurm"
-    if settings.slurm and not slurm:
-        raise BadInput(f"slurm.{next(iter(settings.slurm))} needs executor=slurm")
-    if settings.jobs and slurm:
-        raise BadInput("jobs= is for executor=local; Slurm decides how many jobs run at once")
     todo = to_do(plan.jobs.values(), plan.wanted, ledger.results)
     if settings.dry_run or with_cost:
         costs = Costs(forecast, ledger.results)

@@ -499,9 +499,8 @@ def _same_runs(now: dict[str, Any], then: dict[str, Any], claim: dict[str, Any])
         free = claim["better"].keys() & claim["than"].keys() | ({SEED} if extended else set())
         new = set[tuple[str, str]]()  # levels that `levels` has added
         for factor in free & now["levels"].keys() & then["levels"].keys():
-            new |= {
-                (factor, str(one)) for one in _drop(now["levels"][factor], then["levels"][factor])
-            }
+            gone = _drop(now["levels"][factor], then["levels"][factor])
+            new |= {(factor, str(level)) for level in gone}
         for name, stage in now["stages"].items():
             before, added = then["stages"][name], set(new)
             for factor in free & stage.get("vary", {}).keys() & before.get("vary", {}).keys():

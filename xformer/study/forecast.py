@@ -216,13 +216,10 @@ class Forecast:
                 tokenizer = replace(tokenizer, symbols="")
                 with suppress(*UNREADABLE):
                     shape = hf.read_shape(Path(directory))
-            case ("-m", "xformer.surgery", before, _, *given):
-                operations = [
-                    parse_operation(text)
-                    for option, text in pairwise(("", *given))
-                    if not text.startswith("--") and option != "--seed"
-                ]
-                return self._after(replace(self.at(before), name=job.name), operations)
+            case ("-m", "xformer.surgery", *arguments):
+                given = surgery_parser().parse_args(arguments)
+                operations = [parse_operation(text) for text in given.operations]
+                return self._after(replace(self.at(given.checkpoint), name=job.name), operations)
             case ("preprocess.py", "tokenizer", *options):
                 tokenizer = _learned(tokenizer, options)
             case ("preprocess.py", "synthetic", _, *options):
@@ -307,8 +304,6 @@ class Forecast:
         match job.command:
             case ("preprocess.py", *arguments):
                 preprocess_parser().parse_args(arguments)
-            case ("-m", "xformer.surgery", *arguments):
-                surgery_parser().parse_args(arguments)
             case ("evaluate.py", source, *arguments):
                 evaluate.parse([source, *arguments])
                 self._check_scoring(source, settings_of(arguments))

@@ -99,10 +99,11 @@ class Sides:
             settings = self._of_command(job) if job.recipe is None else self._of_run(job)
             for other in (self.plan.jobs[key] for key in job.waits):
                 if other.stage and other.recipe is not None:
-                    inner = self._of(other).items()
-                    settings |= {
-                        k if INNER in k else f"{other.stage}{INNER}{k}": v for k, v in inner
-                    }
+                    for name, value in self._of(other).items():
+                        key = name if INNER in name else f"{other.stage}{INNER}{name}"
+                        known = settings.setdefault(key, value)
+                        if known != value:  # it starts from several runs of the stage
+                            settings[key] = [known, value]
             self._settings[job.key] = settings
         return self._settings[job.key]
 

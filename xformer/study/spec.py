@@ -763,7 +763,7 @@ def _bad_stage(study: Study, name: str) -> Iterator[str]:
             lines = [*_unknown([factor], stage.vary), *_unknown([level], [*known])]
             yield from (f"without: {line}" for line in lines)
     listed = [factor for factor, levels in stage.vary.items() if isinstance(levels, list)]
-    names = [one for one in listed if "." not in one and one not in Recipe.model_fields]
+    names = [f for f in listed if "." not in f and f not in {*Recipe.model_fields, *RESERVED}]
     for factor in names if stage.recipe else ():
         yield (
             f"vary.{factor}: a list has values of a key, and recipes have no {factor!r}; levels "
