@@ -55,7 +55,6 @@ def notes_of(plan: Plan) -> Notes:
         # the model that the runs start from, which another stage makes
         ("{finetune: model.hidden} {finetune: model.layers}", "16 1"),
         ("{finetune: model.vocab_size}", "?"),  # decided by the tokenizer, which does not exist yet
-        ("{pretrain: batch.rows * train.steps}", "128"),
         ("{made.task: model.layers}", "?"),  # made.task is not a checkpoint
         ("{finetune(start=scratch, rate=low): runs}", "2"),
         ("{finetune: count.seed} {finetune: levels.start}", "2 pretrained and scratch"),
@@ -100,7 +99,6 @@ def test_values_are_listed_as_sentences_have_them() -> None:
         ("{finetune: optim.rate}", "there is no key 'optim.rate'"),
         ("{finetune: optim}", "there is no key 'optim'"),
         ("{pretrain: train.epochs}", "does not use train.epochs, as it has train.steps"),
-        ("{finetune: mapping * seed.all}", "is not a number"),
         ("{finetune: count.sed}", "does not vary by 'sed'; did you mean seed?"),
         ("{finetune(rate=middle): optim.lr}", "no run of the stage finetune at rate=middle"),
         ("{finetune(rate): optim.lr}", "'rate' is not of the form FACTOR=LEVEL"),

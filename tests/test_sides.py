@@ -202,7 +202,7 @@ file = "blimp.svg"
 
 def test_a_path_that_is_typed_must_exist(file: Path, tmp_path: Path, forks: Forks) -> None:
     line = ["-m", "xformer.study", file, "scale=mini", f"output={tmp_path / 's'}"]
-    ended = forks.run(*line, f"needs.data={tmp_path / 'dtaa'}")
+    ended = forks.run(*map(str, line), f"needs.data={tmp_path / 'dtaa'}")
     refused(ended, f"needs.data={tmp_path / 'dtaa'}: ", " does not exist")
     assert not (tmp_path / "s").exists()
 
@@ -240,9 +240,9 @@ def test_a_split_without_labels_is_refused_once_its_store_is_made(
     changed(file, ("{need.data}/train.txt", f"{tmp_path}/train.txt"))
     changed(file, ("{need.data}/valid.txt", f"{tmp_path}/valid.txt"))
     line = ["-m", "xformer.study", file, "scale=mini", f"output={tmp_path / 's'}", "jobs=1"]
-    ended = command(*line, f"needs.data={data}")
+    ended = command(*map(str, line), f"needs.data={data}")
     assert "made.task: done" in ended.err
     assert "no scores on 'test', which has no labels in made.task" in ended.err.splitlines()[-1]
     assert not list((tmp_path / "s/runs").glob("*/result.json"))
     changed(file, ('columns = "rate"\n', 'columns = "rate"\nsplit = "valid"\n'))
-    good(command(*line, f"needs.data={data}"))
+    good(command(*map(str, line), f"needs.data={data}"))

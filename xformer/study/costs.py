@@ -17,8 +17,6 @@ from xformer.data.files import read_run_json
 from xformer.monitor import events
 from xformer.study.forecast import Forecast
 from xformer.study.plan import Job, content_key
-from xformer.tasks.known import task_of
-from xformer.tasks.task import Head
 
 COMMAND = 20.0  # seconds assumed for a command that was never timed
 START = 1.0  # seconds that a run needs before and after its steps; the fork server has the imports
@@ -103,7 +101,7 @@ class Costs:
         valid, test = (sizes.get(split, (0, 0))[1] for split in ("valid", "test"))
         scored = (validations + 1) * valid + test
         amount = Workload.even(max(1, round(total)), length, recipe.masking.probability)
-        operations = float(cost.training_flops(shape, task_of(Head(recipe.head)), amount))
+        operations = float(cost.training_flops(shape, self.forecast.task(job), amount))
         same = (shape.model_dump(), recipe.head, recipe.batch.model_dump(), length, job.processes)
         system = recipe.system.model_dump(mode="json")
         # a probe takes less time than these operations, so each layer has a kind of its own

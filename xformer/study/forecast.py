@@ -189,12 +189,13 @@ class Forecast:
 
     def metric(self, job: Job) -> tuple[str, int]:
         """The metric that selects the checkpoint of a run, and HIGHER or LOWER."""
-        recipe, task = self.recipe(job), self._task(job)
+        recipe, task = self.recipe(job), self.task(job)
         of_store = self.at(each(recipe.data)[0]).metric
         name = recipe.train.metric or task.default_metric(of_store)
         return name, task.metrics.get(name, HIGHER)
 
-    def _task(self, job: Job) -> Task:
+    def task(self, job: Job) -> Task:
+        """What a run predicts."""
         recipe = self.recipe(job)
         return kind_of(recipe.head, recipe.masking.pair_weight > 0)(Head(recipe.head))
 
@@ -288,7 +289,7 @@ class Forecast:
         if known not in self._labelled:
             with suppress(*UNREADABLE):
                 store = open_stores(recipe.data)
-                if not self._task(job).has_labels(store.split(split)):
+                if not self.task(job).has_labels(store.split(split)):
                     return False
             self._labelled.add(known)
         return True
@@ -399,7 +400,7 @@ class Forecast:
         self._check_inputs(job, recipe)
         start, store = self.start(job), self.store(recipe.data)
         size = store.tokenizer.size
-        metric, metrics = recipe.train.metric, self._task(job).metrics
+        metric, metrics = recipe.train.metric, self.task(job).metrics
         if metric and metric not in metrics:
             raise BadInput(
                 f"train.metric={metric!r} is not a metric of {recipe.head}, which has "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from math import prod
 from typing import Any
 
 from xformer.config import all_keys, flat, nearest
@@ -26,7 +25,7 @@ class Notes:
     """A study's `notes` and `deviations`, with placeholders replaced by values.
 
         {finetune: optim.lr}                              a setting of a stage's runs, resolved
-        {finetune(task=mrpc): batch.rows * train.steps}   of some runs; a product of settings
+        {finetune(task=mrpc): batch.rows}                 of some runs
         {finetune: model.layers}                          of the model that the runs start from
         {finetune: runs}                                  how many runs the stage has
         {finetune: count.seed} {finetune: levels.seed}    how many levels a factor has; their names
@@ -92,7 +91,7 @@ class Notes:
                 raise BadInput(f"the stage {match[1]} does not vary by {factor!r}{near}")
             levels = list(dict.fromkeys(run.levels[factor] for run in runs))
             return in_words(len(levels)) if kind == "count" else _joined(levels, "and")
-        return listed(self._product(run, key) for run in runs)
+        return listed(self._setting(run, key) for run in runs)
 
     def _runs(self, stage: str, where: str) -> list[Job]:
         """The planned runs of a stage at the levels that "task=mrpc, seed=0" says."""
@@ -129,14 +128,6 @@ class Notes:
         _check_key(key)
         shapes = [self.forecast.made(job).shape for job in jobs]
         return listed(getattr(shape, key.removeprefix("model."), None) for shape in shapes)
-
-    def _product(self, run: Job, key: str) -> Any:
-        values = [self._setting(run, part.strip()) for part in key.split("*")]
-        if len(values) == 1 or None in values:
-            return None if None in values else values[0]
-        if not all(map(_is_number, values)):
-            raise BadInput(f"{key}: a factor of this product is not a number")
-        return prod(values)
 
     def _setting(self, run: Job, key: str) -> Any:
         """A setting of a run; None if it is not known yet."""
