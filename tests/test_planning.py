@@ -419,6 +419,9 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
         [("max_tokens=64", "max_tokens=200")],
         ["max_tokens=200: pretrain takes rows of at most 128 tokens"],
     ),
+    ([("max_tokens=64", "layers=2")], ["layers=2: pretrain has the layers 0 to 1; give all, "]),
+    ([("max_tokens=64", "split=dev")], ["split=dev: made.letters can have train, valid, "]),
+    ([("max_tokens=64", "names=a,b")], ["names=a,b: give 1 different names, one for each"]),
     (
         [('"data={made.task}"', '"data={made.letters}"')],
         [

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from xformer import checkpoint as checkpoints
 from xformer import evaluate, trajectory
 from xformer.analysis import __main__ as analyses
-from xformer.analysis.examples import check_length
+from xformer.analysis.examples import ExamplesConfig, check_length, names_of, parse_layers
 from xformer.analysis.subcommand import parse
 from xformer.config import each, nearest, validate
 from xformer.convert import hf
@@ -467,14 +467,25 @@ class Forecast:
         """What an analysis checks of its arguments and of the checkpoints that it reads, and that
         the study reads the result which it writes."""
         command = analyses.module_of(name).SUBCOMMAND
-        parse(command, arguments)
+        paths, config = parse(command, arguments)
         if job.stage and command.directory and job.proof.name != f"{name}.json":
             raise BadInput(f"stages.{job.stage}.result must be {name}.json, which {name} writes")
-        most = settings_of(arguments).get("max_tokens", "")
-        for path in (argument for argument in arguments if "=" not in argument):
+        if not isinstance(config, ExamplesConfig):
+            return
+        names_of(paths, config.names)
+        known = self.splits(config.data)
+        if known and config.split not in known:
+            raise BadInput(
+                f"split={config.split}: {self.store(config.data).name} can have {', '.join(known)}"
+            )
+        layers = getattr(config, "layers", None), getattr(config, "layers_b", None)
+        for path, chosen in zip(paths, (layers[0], layers[1] or layers[0]), strict=False):
             facts = self.at(path)
-            if facts.shape is not None and most.isdigit():
-                check_length(int(most), facts.name, facts.shape.max_positions)
+            if facts.shape is not None and chosen is not None:
+                parse_layers(chosen, facts.shape.layers, facts.name)
+        for facts in map(self.at, paths):
+            if facts.shape is not None and config.max_tokens is not None:
+                check_length(config.max_tokens, facts.name, facts.shape.max_positions)
 
 
 def _read(path: Path, facts: Facts) -> Facts:
