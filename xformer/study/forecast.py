@@ -478,8 +478,9 @@ class Forecast:
             raise BadInput(
                 f"split={config.split}: {self.store(config.data).name} can have {', '.join(known)}"
             )
-        layers = getattr(config, "layers", None), getattr(config, "layers_b", None)
-        for path, chosen in zip(paths, (layers[0], layers[1] or layers[0]), strict=False):
+        first = getattr(config, "layers", None)
+        second = getattr(config, "layers_b", None) or first
+        for path, chosen in zip(paths, (first, second), strict=False):
             facts = self.at(path)
             if facts.shape is not None and chosen is not None:
                 parse_layers(chosen, facts.shape.layers, facts.name)
