@@ -405,10 +405,6 @@ MISFITS: list[tuple[list[tuple[str, str]], list[str]]] = [
         [('"{stage.pretrain}", "max_t', '"{stage.pretrain}/trajectory/step_3", "max_t')],
         ["look seed=0: pretrain keeps no weights at step 3 (train.keep_at=[]): add this step"],
     ),
-    (
-        [('"{stage.pretrain}", "max_t', '"{stage.pretrain}/trajectry/step_3", "max_t')],
-        ["look seed=0: ", "trajectry/step_3 is no checkpoint of pretrain; write its step as"],
-    ),
     ([CUT, OF_CUT], []),
     ([(CUT[0], CUT[1].replace("--seed", "--sede")), OF_CUT], ["arguments: --sede"]),
     (

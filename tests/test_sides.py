@@ -132,7 +132,7 @@ def test_a_stage_that_nothing_shows_is_named(file: Path, tmp_path: Path) -> None
     changed(
         file, ("[[tables]]", f'{other.replace("[[tables]]", "")}settings.data = "x"\n[[tables]]')
     )
-    line = "no table, curve or picture shows other, so it is not run"
+    line = "not run, because no table, curve or picture needs them: other"
     assert line in plan_of(file, tmp_path).remarks()
 
 
@@ -156,7 +156,7 @@ def test_a_list_of_levels_that_are_no_key_is_refused(file: Path, tmp_path: Path)
         (
             "[scales.mini]",
             '[scales.mini]\nlevels.start = ["scratch"]',
-            "levels.start leaves it out",
+            "levels.start leaves out 'pretrained'",
         ),
     ],
 )
@@ -203,7 +203,7 @@ file = "blimp.svg"
 def test_a_path_that_is_typed_must_exist(file: Path, tmp_path: Path, forks: Forks) -> None:
     line = ["-m", "xformer.study", file, "scale=mini", f"output={tmp_path / 's'}"]
     ended = forks.run(*map(str, line), f"needs.data={tmp_path / 'dtaa'}")
-    refused(ended, f"needs.data={tmp_path / 'dtaa'}: ", " does not exist")
+    refused(ended, f"needs.data={tmp_path / 'dtaa'}: ", "there is no such file")
     assert not (tmp_path / "s").exists()
 
 

@@ -442,7 +442,7 @@ def closest(name: str, choices: list[str]) -> str:
         return synonym
     own, last = name.rpartition(".")[2], {c: c.rpartition(".")[2] for c in choices}
     close = difflib.get_close_matches(name, choices, 1, cutoff=0.8)
-    close = close or [c for c in sorted(choices, key=len) if last[c].startswith(own)]
+    close = close or [c for c in choices if last[c] == own]
     close = close or difflib.get_close_matches(name, choices, 1)
     close = close or difflib.get_close_matches(own, list(last.values()), 1)
     if not close:

@@ -30,7 +30,7 @@ from xformer import reproduce, verify
 from xformer.config import Settings, find_recipe, load
 from xformer.data.display import duration, many, say
 from xformer.data.errors import BadInput, Failure, typed
-from xformer.data.files import make_directory, write_json
+from xformer.data.files import installed, make_directory, write_json
 from xformer.parallel.precision import first_device, speed_note
 from xformer.start import run
 from xformer.study import pool, sweep, timing
@@ -154,10 +154,9 @@ def planned(arguments: list[str]) -> tuple[Plan, Arguments]:
         raise BadInput(f"give one study, such as {such}; given: {' '.join(files) or 'none'}")
     path = find_recipe(files[0], kind="studies")
     plan = _plan(path, settings.scale, settings.needs, settings)
-    for name in plan.missing().keys() & settings.needs.keys():  # the run would go on without it
-        if not settings.dry_run:
-            given = settings.needs[name]
-            raise BadInput(f"needs.{name}={given}: {plan.absent[name].absolute()} does not exist")
+    for name, given in settings.needs.items():  # the study would go on without it
+        if given and not settings.dry_run and not installed(given).exists():
+            raise BadInput(f"needs.{name}={given}: there is no such file or directory")
     only = {k: v if isinstance(v, tuple) else (v,) for k, v in settings.only.items()}
     plan.restrict({factor: [str(level) for level in levels] for factor, levels in only.items()})
     return plan, settings

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ from xformer.analysis.subcommand import parse
 from xformer.config import each, nearest, validate
 from xformer.convert import hf
 from xformer.data import mapping
+from xformer.data.arguments import CommandParser
 from xformer.data.errors import BadInput
 from xformer.data.files import installed, read_json, read_run_json
 from xformer.data.joined import open_stores
@@ -31,7 +33,7 @@ from xformer.data.store import ORDER, no_store
 from xformer.data.tokenizers import META, symbols_of
 from xformer.model.config import DROPOUT, ModelConfig
 from xformer.prepare import check_data, check_model, with_dropout
-from xformer.preprocess.cli import make_parser as preprocess_parser
+from xformer.preprocess import cli
 from xformer.recipe import Recipe
 from xformer.scoring import check_kind
 from xformer.study.plan import SCRIPTS, Job, Plan
@@ -51,6 +53,7 @@ OPEN = ("tsv", "dna", "protein")
 ALPHABETS = {"dna": "letters", "protein": "letters", "music": "words"}  # of a task's own tokenizer
 # what reading a file can raise if it is missing or damaged
 UNREADABLE = (BadInput, KeyError, TypeError, ValueError, OSError)
+HELP = {"-h", "--help"}
 SPECIAL = 5  # tokens that every tokenizer of `preprocess.py tokenizer` has beside its letters
 
 
@@ -217,7 +220,7 @@ class Forecast:
                 tokenizer = replace(tokenizer, symbols="")
                 with suppress(*UNREADABLE):
                     shape = hf.read_shape(Path(directory))
-            case ("-m", "xformer.surgery", *arguments):
+            case ("-m", "xformer.surgery", *arguments) if not HELP & {*arguments}:
                 given = surgery_parser().parse_args(arguments)
                 operations = [parse_operation(text) for text in given.operations]
                 return self._after(replace(self.at(given.checkpoint), name=job.name), operations)
@@ -299,12 +302,13 @@ class Forecast:
             self._check_training(job, self.recipe(job))
         else:
             self._check_program(job)
-        for path in job.command[1:]:
-            if (maker := self._maker(path)) is not None and path != str(maker.path):
-                self._check_kept(maker, Path(path))
+        for path in map(Path, job.command[1:]):
+            maker = self._maker(str(path))
+            if path.parent.name == "trajectory" and maker is not None and path != maker.path:
+                self._check_kept(maker, path)
         match job.command:
-            case ("preprocess.py", *arguments):
-                preprocess_parser().parse_args(arguments)
+            case ("preprocess.py", *arguments) if not HELP & {*arguments}:
+                _preprocess_parser().parse_args(arguments)
             case ("evaluate.py", source, *arguments):
                 evaluate.parse([source, *arguments])
                 self._check_scoring(source, settings_of(arguments))
@@ -342,16 +346,17 @@ class Forecast:
                 )
 
     def _check_program(self, job: Job) -> None:
-        """Raise BadInput if a command is no script or module that Python could run."""
+        """Raise BadInput if a command is a script or module of ours with a wrong name."""
         first, second, *_ = (*job.command, "")
-        if first == "-m":
+        if first == "-m" and second.startswith("xformer."):
             with suppress(ImportError, ValueError):  # the package of a module may be missing
                 if find_spec(second) is not None:
                     return
             ours = [f"xformer.{name}" for name in ("analysis", "convert", "surgery", "study")]
             raise BadInput(f"there is no module {second!r}{nearest(second, ours)}")
-        if first not in SCRIPTS and first.endswith(".py") and not Path(first).is_file():
-            raise BadInput(f"there is no script {first!r}{nearest(first, list(SCRIPTS))}")
+        near = nearest(first, list(SCRIPTS))
+        if first not in SCRIPTS and near and not Path(first).is_file():
+            raise BadInput(f"there is no script {first!r}{near}")
 
     def _check_inputs(self, job: Job, recipe: Recipe) -> None:
         """Raise BadInput if a run reads a store or a checkpoint that is not there, and that is
@@ -487,6 +492,11 @@ class Forecast:
         for facts in map(self.at, paths):
             if facts.shape is not None and config.max_tokens is not None:
                 check_length(config.max_tokens, facts.name, facts.shape.max_positions)
+
+
+@cache
+def _preprocess_parser() -> CommandParser:
+    return cli.make_parser()
 
 
 def _read(path: Path, facts: Facts) -> Facts:

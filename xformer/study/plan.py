@@ -57,6 +57,7 @@ INTERVALS = ("log_every", "checkpoint_every", "keep_last", "keep_every", "keep_s
 # numbers of a training line of the log besides the metrics of the task
 LOGGED = ("loss", "lr", "grad_norm", "epoch", "real_tokens_per_second", "memory_gib", "mfu")
 PLACE_BELOW = re.compile(PLACE.pattern + r"((?:/[^\s{}]*)?)")  # with the rest of its path
+TRAJECTORIES = ("-m", "xformer.analysis", "blimp")  # it reads all checkpoints that a run keeps
 UNPACKED = ".unpacked"  # marks a command's directory whose files come from the kept results
 
 
@@ -155,6 +156,10 @@ class Plan:
                 if study.shows() or stage not in waited_for:
                     for levels in study.combinations(stage):
                         self.wanted.add(self._run(stage, levels).key)
+            if study.stages and not self.wanted:
+                raise BadInput(f"its stages wait for one another: {', '.join(study.stages)}")
+            alone = bool(study.shows()) and not study.extends
+            self._unseen = [one for one in study.stages if alone and one not in self._staged]
             for table in study.tables:
                 self._check_metric(table)
             for shown in study.curves:
@@ -232,9 +237,10 @@ class Plan:
                     f"in the claim {claim.text!r} lower numbers are better. The claim holds if "
                     f"its side `better` ({higher}) has the higher numbers"
                 )
-        unseen = [name for name in self.study.stages if name not in self._staged]
-        if unseen and not self.study.extends:
-            lines.append(f"no table, curve or picture shows {', '.join(unseen)}, so it is not run")
+        if self._unseen:
+            lines.append(
+                "not run, because no table, curve or picture needs them: " + ", ".join(self._unseen)
+            )
         return [*lines, *doubts(self.study), *self._mixed(), *self._kept_elsewhere()]
 
     def _mixed(self) -> list[str]:
@@ -249,15 +255,18 @@ class Plan:
         ]
 
     def _kept_elsewhere(self) -> Iterator[str]:
-        """A line for each command that is done, and has read a run which kept its weights at other
-        steps than the study says now. Those steps are not part of its key."""
+        """A line for each stage of analyses of whole trajectories that has a result, although a run
+        that it has read kept its weights at other steps than the study says now. Those steps are
+        not part of its key."""
+        told = set[str]()
         for job in self.jobs.values():
-            for key in job.waits if job.done and job.recipe is None else ():
-                if (run := self.jobs[key]).recipe is None or key not in self._made_with:
-                    continue
-                kept = self._made_with[key].get("train.keep_at", [])
-                now = validate(Recipe, run.recipe).model_dump(mode="json")["train"]["keep_at"]
-                if kept != now:
+            if job.command[:3] != TRAJECTORIES or not job.done or job.stage in told:
+                continue
+            for run in (self.jobs[key] for key in job.waits if key in self._made_with):
+                kept = self._made_with[run.key].get("train.keep_at", [])
+                now = validate(Recipe, run.recipe or {}).model_dump(mode="json")["train"]["keep_at"]
+                if kept != now and str(run.path) in job.command and job.stage not in told:
+                    told.add(job.stage)
                     yield (
                         f"{job.name} has read {run.name}, which was made with train.keep_at={kept}"
                         f", now {now}; delete {job.path} and {run.path} to make both again"
@@ -320,7 +329,8 @@ class Plan:
                     at = ", ".join(filter(None, others.values()))
                     raise BadInput(
                         f"stages.{stage}.vary.{factor}: {one} and {level} have the same settings, "
-                        f"so they are one run, and not two{at and f' (at {at})'}"
+                        f"so they are one run, and not two{at and f' (at {at})'}; leave one out "
+                        "with `without`"
                     )
 
     def _same(self, stage: str) -> Iterator[tuple[str, str, str]]:
@@ -359,12 +369,13 @@ class Plan:
         def keys(side: Levels) -> set[str]:
             return {job.key for job in self.runs(table.stage, table.at(side))}
 
-        sides = claim.better, claim.than
-        both = {table.source_of(side[METRIC])[1] for side in sides if METRIC in side}
-        if len(both) > 1 and not table.minus:
+        named = {side[METRIC] for side in (claim.better, claim.than) if METRIC in side}
+        metrics = {table.source_of(column)[1] for column in named}
+        trained = all(job.recipe is not None for job in self.runs(table.stage, table.where))
+        if trained and len(metrics) > 1 and not table.minus:  # numbers of an analysis may be alike
             raise BadInput(
-                f"claim {claim.text!r} compares {' with '.join(sorted(both))}; compare one metric, "
-                "on both sides"
+                f"claim {claim.text!r} compares {' with '.join(sorted(metrics))}; compare one "
+                "metric, on both sides"
             )
         if claim.each != table.columns and len(self._directions_of(claim)) > 1:
             raise BadInput(

@@ -10,10 +10,10 @@ from typing import Any
 
 from xformer.config import each, flat
 from xformer.data.files import installed
-from xformer.study.forecast import Forecast, settings_of
+from xformer.study.forecast import Forecast
 from xformer.study.notes import in_words
 from xformer.study.plan import INTERVALS, READ, Job
-from xformer.study.spec import Claim
+from xformer.study.spec import METRIC, Claim
 from xformer.surgery.registry import Operation
 from xformer.tasks.known import TASKS
 
@@ -31,6 +31,13 @@ class Sides:
     def __init__(self, forecast: Forecast):
         self.forecast, self.plan = forecast, forecast.plan
         self._settings: dict[str, dict[str, Any]] = {}  # by key of a job
+        jobs = self.plan.jobs.values()
+        made = Counter(job.name for job in jobs if not job.stage)
+        needs = self.plan.paths.items()
+        self._names = {str(installed(given)): f"needs.{name}" for name, given in needs if given}
+        for job in jobs:  # a thing that is made differently at some levels has its key beside it
+            name = job.stage or (f"{job.name} {job.key[:6]}" if made[job.name] > 1 else job.name)
+            self._names[str(job.path)] = name
 
     def differing(self, claim: Claim) -> dict[str, tuple[Any, Any]]:
         """The settings in which the runs of the two sides of a claim differ, and those of the runs
@@ -51,6 +58,8 @@ class Sides:
     def words(self, claim: Claim) -> str:
         """The same in words: "masking.spans (true; false), pretrain: optim.lr (1e-4; 5e-5)"."""
         pairs = self.differing(claim)
+        if (columns := (claim.better.get(METRIC), claim.than.get(METRIC)))[0] != columns[1]:
+            pairs[METRIC] = columns
         groups = Counter(key.rpartition(".")[0] for key in pairs)
         parts = []
         for key, pair in pairs.items():
@@ -69,7 +78,7 @@ class Sides:
         """A line for each claim on scores of masked tokens whose sides mask or read differently."""
         for claim in self.plan.study.claims:
             jobs = [job for side in self._runs(claim) for job in side]
-            if not all(job.recipe and TASKS[job.recipe["head"]].predicts_masked for job in jobs):
+            if not jobs or not all(self._predicts(job, claim) for job in jobs):
                 continue
             keys = [key for key in self.differing(claim) if key.split(".")[0] in PREDICTED]
             if keys:
@@ -77,6 +86,16 @@ class Sides:
                     f"the sides of the claim {claim.text!r} differ in {', '.join(keys)}. So they "
                     "predict other tokens, and the better score need not be the better model"
                 )
+
+    def _predicts(self, job: Job, claim: Claim) -> bool:
+        """Whether a claim compares scores of masked tokens that a job predicts."""
+        if job.recipe is None:
+            return False
+        task, table = TASKS[job.recipe["head"]], self.plan.study.table(claim.table)
+        columns = {side.get(table.columns) for side in (claim.better, claim.than)} - {None}
+        shown = columns or set(self.plan.study.columns(table))
+        metrics = {table.source_of(column)[1] for column in shown if column is not None}
+        return task.predicts_masked and bool(metrics & set(task.metrics))
 
     def _runs(self, claim: Claim) -> list[list[Job]]:
         """The runs of each side of a claim."""
@@ -98,23 +117,28 @@ class Sides:
         if job.key not in self._settings:
             settings = self._of_command(job) if job.recipe is None else self._of_run(job)
             for other in (self.plan.jobs[key] for key in job.waits):
-                if other.stage and other.recipe is not None:
-                    for name, value in self._of(other).items():
-                        key = name if INNER in name else f"{other.stage}{INNER}{name}"
-                        known = settings.setdefault(key, value)
-                        if known != value:  # it starts from several runs of the stage
-                            settings[key] = [known, value]
+                for name, value in self._of(other).items() if other.stage else ():
+                    key = name if INNER in name else f"{other.stage}{INNER}{name}"
+                    known = settings.setdefault(key, value)
+                    if known != value:  # it starts from several runs of the stage
+                        settings[key] = [known, value]
             self._settings[job.key] = settings
         return self._settings[job.key]
 
     def _of_command(self, job: Job) -> dict[str, Any]:
-        return {key: value for key, value in settings_of(job.command).items() if key != "out"}
+        """The words of a command: those that are KEY=VALUE, and the others together."""
+        pairs = [word.partition("=") for word in job.command if str(job.path) not in word]
+        others = [self._name(word) for word, equals, _ in pairs if not equals]
+        return {
+            "command": " ".join(others),
+            **{key: self._name(value) for key, equals, value in pairs if equals},
+        }
 
     def _of_run(self, job: Job) -> dict[str, Any]:
         recipe, start = self.forecast.recipe(job), self.forecast.start(job)
         content = recipe.model_dump(mode="json")
-        content["system"] = {"precision": recipe.system.precision}
-        content["data"] = [self._name(path) for path in each(recipe.data)]
+        content["system"] = {name: content["system"][name] for name in ("precision", "tf32")}
+        content["data"] = " + ".join(self._name(path) for path in each(recipe.data))
         content["model"] = {} if start is None else start.model_dump(mode="json")
         content["surgery"] = " + ".join(map(self._operation, recipe.surgery)) or "none"
         content["init"] = recipe.init and self._name(recipe.init)
@@ -129,13 +153,10 @@ class Sides:
 
     def _name(self, path: str) -> str:
         """A path as it stands in the study: a stage, what is made or a need, and what lies below
-        it."""
-        places = [(job.path, job.stage or job.name) for job in self.plan.jobs.values()]
-        needs = ((installed(given), f"needs.{name}") for name, given in self.plan.paths.items())
-        for place, name in (*places, *needs):
-            if place != Path() and Path(path).is_relative_to(place):
-                below = Path(path).relative_to(place).as_posix()
-                return name + (f"/{below}" if below != "." else "")
+        it. Any other word as it is."""
+        for place in (path, *map(str, Path(path).parents)):
+            if place in self._names:
+                return f"{self._names[place]}{path[len(place) :]}"
         return path
 
 

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
 from inspect import getdoc
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -686,8 +686,10 @@ def _bad_names(study: Study, whole: Study) -> Iterator[str]:
     sources = {"need": study.needs, "made": study.made, "stage": study.stages}
     for kind, name, *_ in PLACE.findall(study.model_dump_json()):
         other = [f"{{{k}.{name}}}" for k, names in sources.items() if k != kind and name in names]
-        near = f"; did you mean {' or '.join(other)}?" if other else ""
-        yield from (f"{{{kind}.{name}}}: {line}{near}" for line in _unknown([name], sources[kind]))
+        lines = [*_unknown([name], sources[kind])]
+        if lines and other:
+            lines = [f"there is no {name!r}; did you mean {' or '.join(other)}?"]
+        yield from (f"{{{kind}.{name}}}: {line}" for line in lines)
 
 
 def _bad_like(whole: Study) -> Iterator[str]:
@@ -918,9 +920,11 @@ def _bad_claim(study: Study, claim: Claim) -> Iterator[str]:
         if factor == table.columns and level in table.means:
             lines.append(f"{level} is a mean of columns, which no claim can name")
         else:
-            left_out = f"; levels.{factor} leaves it out" if factor in study.levels else ""
-            unknown = _unknown([level], levels.get(factor, (level,)))
-            lines += (f"{line}{left_out}" for line in unknown)
+            unknown = [*_unknown([level], levels.get(factor, (level,)))]
+            varied = [stage.vary.get(factor, ()) for stage in study.stages.values()]
+            if unknown and factor in study.levels and level in {str(v) for v in chain(*varied)}:
+                unknown = [f"levels.{factor} leaves out {level!r}"]
+            lines += unknown
     needed = study.registration.seeds if study.registration is not None else {}
     factors = study.factors(table.stage)
     wrong = [f"registration.seeds: {line}" for line in _unknown(needed, factors)]
