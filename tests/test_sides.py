@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import test_study
@@ -12,10 +14,12 @@ from helpers import ROOT, Forks, command, good, refused
 from test_study import changed, finish, markdown_of, plan_of
 
 from xformer.data.errors import BadInput
+from xformer.study import pool
+from xformer.study.__main__ import execute
 from xformer.study.__main__ import main as study_main
 from xformer.study.forecast import Forecast
 from xformer.study.plan import Plan
-from xformer.study.results import Results
+from xformer.study.results import Ledger, Results
 from xformer.study.sides import Sides
 
 file, data = test_study.file, test_study.data  # fixtures: the study "Letters"
@@ -98,7 +102,6 @@ def test_what_one_side_alone_starts_from_is_one_word(file: Path, tmp_path: Path)
     assert "surgery (none; reinit_head(layer=1, head=2))" in own
     assert {"model.hidden", "model.layers", "pretrain"} <= set(names)
     assert "pretrain:" not in own
-    assert "seed" not in own
 
 
 def test_more_settings_of_a_group_are_named_without_values(file: Path, tmp_path: Path) -> None:
@@ -225,6 +228,123 @@ def test_a_score_that_a_finished_run_lacks_is_refused(
     monkeypatch.setattr(sys, "argv", [*line, "--dry-run"])
     with pytest.raises(BadInput, match=r"has no test\.accuracy"):
         study_main()
+
+
+def test_stores_that_are_made_differently_at_each_level_differ(file: Path, tmp_path: Path) -> None:
+    changed(file, ('"{need.data}/x.tsv", "--output"', '"{need.data}/{start}.tsv", "--output"'))
+    changed(file, ('"{made.task}", "--output"', '"micro/english", "--output"'))
+    (own,) = words(plan_of(file, tmp_path)).values()
+    first, second = re.fullmatch(r"data \((.*); (.*)\), surgery \(none; clean\)", own).groups()  # type: ignore[union-attr]
+    assert first != second
+    assert first.startswith("made.task ")
+
+
+def test_the_words_of_a_command_are_compared(file: Path, tmp_path: Path) -> None:
+    """A stage in between is a command, and another command reads two of its levels."""
+    more = """
+[stages.cut]
+command = ["-m", "xformer.surgery", "{stage.pretrain}", "{out}/m", "{how}"]
+result = "m/manifest.json"
+vary.how = { reverse_layers = {}, clean = {} }
+[stages.seen]
+command = ["mine.py", "{stage.cut}/m", "--depth", "{depth}", "data={made.letters}", "{out}/r.json"]
+result = "r.json"
+vary.how = { reverse_layers = {}, clean = {} }
+vary.depth = { 1 = {}, 2 = {} }
+[[tables]]
+name = "seen"
+title = "x"
+stage = "seen"
+rows = "how"
+columns = "depth"
+metric = "x.y"
+[[claims]]
+text = "deeper"
+table = "seen"
+better.depth = "1"
+than.depth = "2"
+[[claims]]
+text = "cut"
+table = "seen"
+better.how = "clean"
+than.how = "reverse_layers"
+[scales.mini]"""
+    plan = plan_of(changed(file, ("[scales.mini]", more)), tmp_path)
+    own = words(plan)
+    assert own["deeper"] == "command (mine.py cut/m --depth 1; mine.py cut/m --depth 2)"
+    assert own["cut"].startswith("cut: command (-m xformer.surgery pretrain ")
+
+
+def test_a_remark_is_about_scores_of_masked_tokens(file: Path, data: Path, tmp_path: Path) -> None:
+    changed(masked(file), ('"valid.loss"', '"train.real_tokens_per_second"'))
+    assert not [*of(plan_of(file, tmp_path, data=str(data))).remarks()]
+
+
+@pytest.mark.parametrize("program", ['"-m", "mine"', '"tools/mine.py"', '"{need.data}/mine.py"'])
+def test_a_program_of_ones_own_is_not_judged(file: Path, tmp_path: Path, program: str) -> None:
+    own = f"""
+[stages.mine]
+command = [{program}, "{{stage.pretrain}}/predictions/test.npz", "{{out}}"]
+result = "r.json"
+[[pictures]]
+name = "x"
+title = "x"
+stage = "mine"
+file = "x.svg"
+[scales.mini]"""
+    Forecast(plan_of(changed(file, ("[scales.mini]", own)), tmp_path)).check()
+
+
+def test_two_numbers_of_an_analysis_may_be_compared(file: Path, tmp_path: Path) -> None:
+    own = """
+[stages.look]
+command = ["mine.py", "{stage.pretrain}", "{out}"]
+settings.model = "x"
+vary.size = { 1 = { rows = 1 }, 2 = { rows = 2 } }
+[[tables]]
+name = "look"
+title = "x"
+stage = "look"
+rows = "size"
+columns = "metric"
+metric = { pwcca = "last.pwcca", chance = "last.chance" }
+[[claims]]
+text = "more than chance"
+table = "look"
+better.metric = "pwcca"
+than.metric = "chance"
+[scales.mini]"""
+    plan = plan_of(changed(file, ("[scales.mini]", own)), tmp_path)
+    assert words(plan)["more than chance"] == "metric (pwcca; chance)"
+
+
+def test_stages_that_wait_for_one_another_are_refused(file: Path, tmp_path: Path) -> None:
+    """Nothing is shown, so every stage that no other one waits for would be run."""
+    text, ring = (
+        file.read_text(),
+        '[stages.look]\ncommand = ["mine.py", "{stage.pretrain}", "{out}"]',
+    )
+    pretrain = text[: text.index("[stages.finetune]")]
+    file.write_text(f"{pretrain}\n{ring}\n[scales.mini]")
+    changed(file, ('settings.data = "{made.letters}"', 'settings.data = "{stage.look}"'))
+    with pytest.raises(BadInput, match="its stages wait for one another: pretrain, look"):
+        plan_of(file, tmp_path)
+
+
+def test_the_first_run_without_a_score_ends_the_study(
+    file: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(file, tmp_path, data=str(data))
+    run = plan.runs("finetune")[0]
+
+    def train(_: Plan, executor: object, ended: Any, *__: object) -> None:
+        run.path.mkdir(parents=True)
+        run.proof.write_text(json.dumps({"metrics": {"valid": {"f1": 0.5}}, "seconds": 2.0}))
+        ended(run, True)
+
+    monkeypatch.setattr(pool, "run_plan", train)
+    with pytest.raises(BadInput, match=r"has no test\.accuracy; it has valid\.f1"):
+        execute(plan, pool.Local(1, 1), Ledger(None, plan))
 
 
 @pytest.mark.slow

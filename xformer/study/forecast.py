@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -354,9 +355,9 @@ class Forecast:
                     return
             ours = [f"xformer.{name}" for name in ("analysis", "convert", "surgery", "study")]
             raise BadInput(f"there is no module {second!r}{nearest(second, ours)}")
-        near = nearest(first, list(SCRIPTS))
+        near = get_close_matches(first, SCRIPTS, 1, 0.8)
         if first not in SCRIPTS and near and not Path(first).is_file():
-            raise BadInput(f"there is no script {first!r}{near}")
+            raise BadInput(f"there is no script {first!r}; did you mean {near[0]}?")
 
     def _check_inputs(self, job: Job, recipe: Recipe) -> None:
         """Raise BadInput if a run reads a store or a checkpoint that is not there, and that is
