@@ -227,10 +227,8 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
         say(f"note: {line}")
     for line in _lacking(plan):
         say(f"missing: {line}", error=True)
-    if without := [key for key, job in todo.items() if job.missing]:
-        say(
-            f"{len(todo) - len(without)} of {many(len(todo), 'job')} can run without it", error=True
-        )
+    if waiting := sum(bool(job.missing) for job in todo.values()):
+        say(f"{len(todo) - waiting} of {many(len(todo), 'job')} can run now", error=True)
     for job in plan.jobs.values():
         if job.done:  # perhaps by a call without kept=
             ledger.keep(job, again=False)
