@@ -65,8 +65,10 @@ def run(main: Callable[[], None]) -> None:
         status, lines = 1, (reason(error),)
     if rank_zero:
         say(*(one_line(f"error: {x}" if status < 128 else x) for x in lines), error=True)
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():  # see xformer.parallel.processes
+    # A rank ends without destructors. One that stays in a group of NCCL would wait there (see
+    # xformer.parallel.processes). A thread of gloo may still free a tensor, for which it needs the
+    # interpreter, and aborts the process if that is going away (pytorch#190489).
+    if "RANK" in os.environ and "torch.distributed" in sys.modules:
         os._exit(status)
     sys.exit(status)
 
