@@ -15,7 +15,7 @@ from test_study import changed, finish, markdown_of, plan_of
 
 from xformer.data.errors import BadInput
 from xformer.study import pool
-from xformer.study.__main__ import execute
+from xformer.study.__main__ import execute, planned
 from xformer.study.__main__ import main as study_main
 from xformer.study.forecast import Forecast
 from xformer.study.plan import Plan
@@ -136,7 +136,10 @@ def test_a_stage_that_nothing_shows_is_named(file: Path, tmp_path: Path) -> None
         file, ("[[tables]]", f'{other.replace("[[tables]]", "")}settings.data = "x"\n[[tables]]')
     )
     line = "not run, because no table, curve or picture needs them: other"
-    assert line in plan_of(file, tmp_path).remarks()
+    plan = plan_of(file, tmp_path)
+    assert line in plan.remarks()
+    file.write_text("while the runs went on, somebody edited [")
+    assert line in plan.remarks()
 
 
 def test_a_list_of_levels_that_are_no_key_is_refused(file: Path, tmp_path: Path) -> None:
@@ -197,6 +200,12 @@ file = "blimp.svg"
     changed(file, ("keep_at = [2]", "keep_at = [2, 3]"))
     again = plan_of(file, tmp_path)
     assert again.runs("look")[0].key == seen.key
+    no_trajectory = Path(str(file).replace("letters", "other"))
+    no_trajectory.write_text(file.read_text().replace('"blimp", ', '"attention", "a", '))
+    other = plan_of(no_trajectory, tmp_path)
+    other.runs("look")[0].path.mkdir(parents=True)
+    other.runs("look")[0].proof.touch()
+    assert not [line for line in other.remarks() if "keep_at" in line]
     assert [line for line in again.remarks() if "keep_at" in line] == [
         "look has read pretrain, which was made with train.keep_at=[2], now [2, 3]; delete "
         f"{seen.path} and {run.path} to make both again"
@@ -208,6 +217,9 @@ def test_a_path_that_is_typed_must_exist(file: Path, tmp_path: Path, forks: Fork
     ended = forks.run(*map(str, line), f"needs.data={tmp_path / 'dtaa'}")
     refused(ended, f"needs.data={tmp_path / 'dtaa'}: ", "there is no such file")
     assert not (tmp_path / "s").exists()
+    # a part of the data may be missing: the study may be restricted to runs that do not read it
+    plan, _ = planned([str(file), "scale=mini", f"needs.data={tmp_path}"])
+    assert list(plan.missing()) == ["data"]
 
 
 def test_a_score_that_a_finished_run_lacks_is_refused(

@@ -1,4 +1,5 @@
-"""In which settings the two sides of a claim differ, and what follows from it."""
+"""The settings in which the two sides of a claim differ, and a warning if their losses cannot be
+compared."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ MOST = 4  # settings of a group whose values are shown; of more the names alone
 
 
 class Sides:
-    """The settings in which the sides of a study's claims differ."""
+    """The settings in which the sides of a study's claims differ. A setting of a run that a job
+    starts from or reads has the key "STAGE: KEY"."""
 
     def __init__(self, forecast: Forecast):
         self.forecast, self.plan = forecast, forecast.plan
@@ -40,9 +42,8 @@ class Sides:
             self._names[str(job.path)] = name
 
     def differing(self, claim: Claim) -> dict[str, tuple[Any, Any]]:
-        """The settings in which the runs of the two sides of a claim differ, and those of the runs
-        that they start from: {key: (one side, the other)}. A side has a value if all its runs have
-        the same, else None."""
+        """The settings in which the runs of the two sides of a claim differ, as {key: (the value of
+        `better`, that of `than`)}. The value is None if the runs of a side have several."""
         better, than = (self._values(side) for side in self._runs(claim))
         pairs: dict[str, tuple[Any, Any]] = {}
         for key in {**better, **than}:
@@ -69,7 +70,7 @@ class Sides:
         return ", ".join(parts)
 
     def lines(self) -> list[str]:
-        """What --dry-run says of them, a line for each claim."""
+        """The lines of --dry-run: a header, and a line for each claim whose sides differ."""
         words = [(claim.text, self.words(claim)) for claim in self.plan.study.claims]
         lines = [f"  {text}: {own}" for text, own in words if own]
         return ["the sides of each claim differ in", *lines, ""] if lines else []
@@ -112,8 +113,7 @@ class Sides:
         return {key: sorted(some) for key, some in values.items()}
 
     def _of(self, job: Job) -> Mapping[str, Any]:
-        """What decides the result of a job, by key. The keys of a run that it starts from or reads
-        begin with "STAGE: "."""
+        """The settings that decide the result of a job, by key."""
         if job.key not in self._settings:
             settings = self._of_command(job) if job.recipe is None else self._of_run(job)
             for other in (self.plan.jobs[key] for key in job.waits):
