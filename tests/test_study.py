@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import fake_slurm
 import looking
 import numpy as np
 import pytest
@@ -2604,32 +2605,116 @@ def test_a_whole_study(forks: Forks, file: Path, data: Path, tmp_path: Path) -> 
     assert not (root / "made").exists()
 
 
-def test_jobs_of_a_cluster(tmp_path: Path) -> None:
-    """This uses submitit's stand-in for Slurm. Output goes to the job's log, and interrupted jobs
-    continue.
+STOPS = """
+import os, signal, sys, time
+saved = D / f"{P.name}.saved"
+def stop(*_):
+    saved.touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+if saved.exists():
+    P.touch()
+else:
+    (D / f"{P.name}.new").write_text(os.environ["SLURM_JOB_ID"])
+    (D / f"{P.name}.new").rename(D / f"{P.name}.begun")
+    time.sleep(120)
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The state of an imitated cluster whose commands are found first."""
+    for name, value in fake_slurm.install(tmp_path / "slurm").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(pool, "LISTED", 0.1)
+    monkeypatch.setattr(pool, "LOST", 0.5)
+    return tmp_path / "slurm/jobs"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the imitated cluster is tried on Linux only")
+def test_jobs_of_a_cluster(cluster: Path, tmp_path: Path) -> None:
+    """Output goes to the job's log. Jobs that reach their time limit or are preempted continue, one
+    that is cancelled fails, and one that the study stops waits again.
     """
     pytest.importorskip("submitit")
     jobs = [
         job(tmp_path, "good", "print('said'); P.touch()"),
         job(tmp_path, "bad", "raise ValueError('no luck')"),
         job(tmp_path, "after", "P.touch()", "good"),
-        job(tmp_path, "long", INTERRUPTED),
+        *(job(tmp_path, name, STOPS) for name in ("long", "preempted", "cancelled", "paused")),
     ]
+    pause = tmp_path / "PAUSE"
 
     def interrupt(_: object) -> None:
-        if (tmp_path / "begun").exists():
-            os.kill(int((tmp_path / "begun").read_text()), signal.SIGUSR2)
-            (tmp_path / "begun").unlink()
+        for begun in tmp_path.glob("*.begun"):
+            number = begun.read_text()
+            if begun.stem == "long":
+                os.killpg(int((cluster / number).read_text()), signal.SIGUSR2)
+            elif begun.stem == "preempted":
+                fake_slurm.preempt(cluster, number)
+            elif begun.stem == "cancelled":
+                fake_slurm.kill(cluster, number)
+            elif not pause.exists():
+                pause.touch()
+                continue
+            elif not (tmp_path / "paused.saved").exists():
+                continue
+            else:
+                pause.unlink()
+            begun.unlink()
 
-    executor = pool.Slurm(tmp_path, {"timeout_min": 5}, cluster="local")
-    outcomes = pool.run_jobs(jobs, executor, interrupt, lambda _: None, 0.05)
+    executor = pool.Slurm(tmp_path, {"timeout_min": 30})
+    outcomes = pool.run_jobs(jobs, executor, interrupt, lambda _: None, 0.05, pause=pause)
     states = {key: outcome.state for key, outcome in outcomes.items()}
-    assert states == {"good": "done", "bad": "failed", "after": "done", "long": "done"}
+    ended_well = dict.fromkeys(("good", "after", "long", "preempted", "paused"), "done")
+    assert states == {**ended_well, "bad": "failed", "cancelled": "failed"}
     assert outcomes["bad"].why.splitlines()[-1] == "ValueError: no luck"
     assert (tmp_path / "good.log").read_text() == "said\n"
-    assert (tmp_path / "saved").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the imitated cluster is tried on Linux only")
+def test_jobs_of_a_killed_study_are_waited_for(cluster: Path, tmp_path: Path) -> None:
+    pytest.importorskip("submitit")
+    wait = "import time; time.sleep(3); print('end')"
+    one, other = job(tmp_path, "one", wait), job(tmp_path, "other", "print('end')")
+    first = pool.Slurm(tmp_path, {"timeout_min": 30}).start(one, [0])
+    again = pool.Slurm(tmp_path, {"timeout_min": 30})
+    handles = [first, again.start(one, [0]), again.start(other, [0])]
+    assert [handle.submitted.job_id for handle in handles] == ["1", "1", "2"]
+    while None in [handle.exitcode for handle in handles]:
+        time.sleep(0.1)
+    assert [handle.exitcode for handle in handles] == [0, 0, 0]
+    assert (tmp_path / "one.log").read_text() == "end\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the imitated cluster is tried on Linux only")
+def test_what_is_asked_of_a_cluster(cluster: Path, tmp_path: Path) -> None:
+    """Cores, GPUs and memory are those of each process. What sbatch refuses is one line."""
+    pytest.importorskip("submitit")
+    options: dict[str, bool | int | float | str] = {
+        "timeout_min": 30,
+        "cpus_per_task": 3,
+        "gpus_per_node": 1,
+        "mem_gb": 4,
+        "exclusive": True,
+        "account": "me",
+    }
+    tell = "import os; P.write_text(os.environ['OMP_NUM_THREADS'])"
+    jobs = [job(tmp_path, "one", tell), job(tmp_path, "four", tell, processes=4)]
+    pool.run_jobs(jobs, pool.Slurm(tmp_path, options), lambda _: None, lambda _: None, 0.05)
+    for number, times in enumerate((1, 4), 1):
+        script = (cluster / f"{number}.script").read_text()
+        asked = set(re.findall("^#SBATCH --(.*)", script, re.MULTILINE))
+        assert asked > {f"cpus-per-task={3 * times}", f"gpus-per-node={times}", "account=me"}
+        assert asked > {f"mem={4 * times}GB", "time=30", "requeue", "exclusive"}
+        assert jobs[number - 1].path.read_text() == "3"
+    executor = pool.Slurm(tmp_path, {"timeout_min": 30, "partition": "wrong"})
+    with pytest.raises(BadInput, match="refused 'last': invalid partition specified: wrong"):
+        pool.run_jobs([job(tmp_path, "last", "")], executor, lambda _: None, lambda _: None)
+
+
+@pytest.mark.skipif(shutil.which("sbatch") is not None, reason="this machine has Slurm")
 def test_slurm_is_missed_by_name(forks: Forks, file: Path, data: Path, tmp_path: Path) -> None:
     ended = forks.run(
         "-m",
@@ -2637,10 +2722,11 @@ def test_slurm_is_missed_by_name(forks: Forks, file: Path, data: Path, tmp_path:
         file,
         "scale=mini",
         "executor=slurm",
+        "slurm.timeout_min=9",
         f"output={tmp_path / 's'}",
         f"needs.data={data}",
     )
-    refused(ended, "executor=local" if shutil.which("sbatch") is None else "executor=")
+    refused(ended, "executor=local")
 
 
 @pytest.mark.parametrize(
@@ -2648,6 +2734,10 @@ def test_slurm_is_missed_by_name(forks: Forks, file: Path, data: Path, tmp_path:
     [
         (["slurm.partition=gpu"], r"slurm\.partition needs executor=slurm"),
         (["executor=slurm", "jobs=2"], "jobs= is for executor=local"),
+        (["executor=slurm", "slurm.partition=gpu"], r"such as slurm\.timeout_min=600"),
+        (["executor=slurm", "slurm.time=1:00"], r"slurm\.timeout_min=MINUTES is the time limit"),
+        (["executor=slurm", "slurm.timeout_min=1.5"], "a whole number above 0"),
+        (["executor=slurm", "slurm.timeout_min=9", "slurm.nodes=2"], "nodes cannot be set"),
     ],
 )
 def test_arguments_of_the_other_executor_are_refused(

@@ -3,7 +3,7 @@
     python -m xformer.study recipes/studies/kao2021-figure2.toml scale=mini
     python -m xformer.study recipes/studies/kao2021-figure2.toml scale=mini --dry-run
     python -m xformer.study recipes/studies/kao2021-figure2.toml scale=paper executor=slurm \\
-        needs.bert=ckpt/bert slurm.partition=gpu slurm.gpus_per_node=1
+        needs.bert=ckpt/bert slurm.partition=gpu slurm.gpus_per_node=1 slurm.timeout_min=600
     python -m xformer.study sweep finetune/classify data=stores/cola init=runs/english \\
         optim.lr=1e-4,5e-5 seed=0..4                        # a study in one line
     python -m xformer.study verify runs/english steps=20    # repeat a run's first steps and compare
@@ -72,8 +72,11 @@ class Execution(Settings):
     """Only list the runs, how long they will take, and what is missing (also written --dry-run).
     If no run of a kind has been timed, the first steps of one are timed on this machine. All
     timings together take 20 seconds at most."""
-    slurm: dict[str, str | int] = Field({})
-    """Parameters of the jobs, named as in submitit: slurm.partition=gpu, slurm.timeout_min=600."""
+    slurm: dict[str, bool | int | float | str] = Field({})
+    """Options of the jobs. slurm.timeout_min=600 is their time limit, which is required; a run that
+    reaches it continues in the next job. slurm.gpus_per_node=1, slurm.cpus_per_task=8 and
+    slurm.mem_gb=32 are of each process. All others are sbatch's: slurm.partition=gpu,
+    slurm.account=me."""
 
 
 class Arguments(Execution):
@@ -175,6 +178,8 @@ def _root(settings: Execution) -> Path:
         raise BadInput(f"slurm.{next(iter(settings.slurm))} needs executor=slurm")
     if settings.jobs and settings.executor == "slurm":
         raise BadInput("jobs= is for executor=local; Slurm decides how many jobs run at once")
+    if settings.executor == "slurm":
+        pool.check_slurm(settings.slurm)
     root = Path(settings.output)
     if root.exists() and not root.is_dir():
         raise BadInput(f"output={root} is a file; give a directory")

@@ -217,49 +217,129 @@ def become(arguments: tuple[str, ...], log: str, environment: dict[str, str]) ->
 # -------------------------------------------------------------------------------------- a cluster
 
 
-@dataclass
-class SlurmHandle:
-    """A job that submitit watches."""
+EACH = ("cpus_per_task", "gpus_per_node", "mem_gb")  # of each process; submitit's names
+OWN = ("time", "nodes", "ntasks", "ntasks_per_node", "array", "signal", "output", "error")
+TIMEOUTS = 100  # how often a job that reaches its time limit is queued again
+LISTED = 20.0  # seconds after which Slurm is asked for its jobs again
+LOST = 60.0  # seconds; the result of a job that has ended may be visible so much later over NFS
+KILLED = 600.0  # seconds after which a job that Slurm told to stop no longer expects to be killed
 
-    submitted: Any
 
-    @property
-    def exitcode(self) -> int | None:
-        if not self.submitted.done():
-            return None
-        try:
-            return int(self.submitted.result())
-        except Exception:  # whatever submitit raises for a job that died
-            return 1
-
-    def terminate(self) -> None:
-        self.submitted.cancel()
-
-    def join(self) -> None:
-        pass  # the cluster takes care of it
+def check_slurm(options: Mapping[str, bool | int | float | str]) -> None:
+    """Raises BadInput if an option is wrong, or if the time limit is missing."""
+    for name in OWN:
+        if name in options:
+            right = "slurm.timeout_min=MINUTES is the time limit" if name == "time" else "leave out"
+            raise BadInput(f"slurm.{name} cannot be set: the study sets it; {right}")
+    for name in ("timeout_min", *EACH):
+        if name in options and (type(options[name]) is not int or int(options[name]) < 1):
+            raise BadInput(f"slurm.{name}={options[name]}: give a whole number above 0")
+    if "timeout_min" not in options:
+        raise BadInput(
+            "executor=slurm needs the time limit of a job in minutes, such as "
+            "slurm.timeout_min=600; a run that reaches it is queued again and continues"
+        )
 
 
 class Slurm:
-    """Jobs of a Slurm cluster, through submitit; `options` are sbatch's, such as partition."""
+    """Jobs of a Slurm cluster, through submitit.
+
+    `options` are `timeout_min`, the time limit, which is required; `cpus_per_task`,
+    `gpus_per_node` and `mem_gb` for each process of a job; and any option of sbatch by its name,
+    such as `partition`.
+    """
 
     slots = 1000  # Slurm has a queue of its own
 
-    def __init__(self, directory: Path, options: dict[str, str | int], cluster: str = "slurm"):
-        if cluster == "slurm" and shutil.which("sbatch") is None:
+    def __init__(self, directory: Path, options: Mapping[str, bool | int | float | str]):
+        if shutil.which("sbatch") is None:
             raise BadInput("executor=slurm: there is no sbatch on this machine; use executor=local")
+        check_slurm(options)
         try:
             import submitit
         except ImportError:
             raise lacks("executor=slurm", "submitit", "slurm") from None
-        self.executor = submitit.AutoExecutor(folder=directory / "slurm", cluster=cluster)
-        self.executor.update_parameters(name="xformer", **options)
+        self.folder = directory / "slurm"
+        self.executor = submitit.AutoExecutor(self.folder, "slurm", slurm_max_num_timeout=TIMEOUTS)
+        self.each = {name: int(options[name]) for name in EACH if name in options}
+        flags = {k: v for k, v in options.items() if k not in ("timeout_min", *EACH)}
+        self.executor.update_parameters(
+            name="xformer",
+            timeout_min=options["timeout_min"],
+            slurm_additional_parameters={"requeue": True, **flags},
+        )
+        self.looked, self.answered, self.jobs = -LISTED, 0.0, set[str]()
+        self.left = self._left()
 
     def choose(self, free: Sequence[int], processes: int) -> Sequence[int]:
-        return free[:processes]
+        return free[:1]
 
     def start(self, job: Job, slots: Sequence[int]) -> SlurmHandle:
-        command = ClusterCommand(line_of(job), log_of(job).absolute())
-        return SlurmHandle(self.executor.submit(command))
+        """Raises BadInput if sbatch refuses the job."""
+        from submitit import SlurmJob
+        from submitit.core.utils import FailedJobError
+
+        command = ClusterCommand(line_of(job), log_of(job).absolute(), self.each.get(EACH[0], 0))
+        if number := self.left.pop((command.line, command.log), ""):
+            return SlurmHandle(SlurmJob(self.folder, number), self)
+        of_all = {name: job.processes * number for name, number in self.each.items()}
+        self.executor.update_parameters(**of_all)
+        try:
+            return SlurmHandle(self.executor.submit(command), self)
+        except FailedJobError as error:
+            reason = " ".join(str(error).replace("sbatch: error:", "").split())
+            raise BadInput(f"executor=slurm: sbatch refused {job.name!r}: {reason}") from None
+
+    def _left(self) -> dict[tuple[tuple[str, ...], Path], str]:
+        """The jobs of an earlier call that was killed: the number of each command line and log."""
+        from submitit.core.utils import DelayedSubmission
+
+        self.lists("", 0.0)
+        left = {}
+        for number in self.jobs:
+            file = self.folder / f"{number}_submitted.pkl"
+            if file.exists():
+                command: Any = DelayedSubmission.load(file).function
+                left[command.line, command.log] = number
+        return left
+
+    def lists(self, number: str, since: float) -> bool:
+        """Whether Slurm has a job that was submitted at `since`. Without an answer it is assumed.
+        This asks squeue, because many small clusters have no accounting, which sacct needs."""
+        if time.monotonic() > self.looked + LISTED:
+            self.looked = time.monotonic()
+            line = ("squeue", "--noheader", "--me", "--format=%A")
+            answer = subprocess.run(line, capture_output=True, text=True)
+            if answer.returncode == 0:
+                self.answered, self.jobs = self.looked, set(answer.stdout.split())
+        return number in self.jobs or self.answered < since
+
+
+@dataclass
+class SlurmHandle:
+    """A job that was submitted."""
+
+    submitted: Any
+    cluster: Slurm
+    seen: float = field(default_factory=time.monotonic)  # when Slurm last had it
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it waits or runs; 1 if it died."""
+        if self.submitted.paths.result_pickle.exists():
+            try:
+                return int(self.submitted.result())
+            except Exception:  # whatever submitit raises for a job that died
+                return 1
+        if self.cluster.lists(self.submitted.job_id, self.seen):
+            self.seen = time.monotonic()
+        return 1 if time.monotonic() > self.seen + LISTED + LOST else None
+
+    def terminate(self) -> None:
+        self.submitted.cancel(check=False)
+
+    def join(self) -> None:
+        pass  # the cluster takes care of it
 
 
 @dataclass
@@ -267,32 +347,45 @@ class ClusterCommand:
     """What submitit runs on the cluster: a command whose output goes to a file. Returns its exit
     status.
 
-    On a timeout or preemption the command is stopped, which makes training write a checkpoint, and
-    requeued to continue from it.
+    Before the time limit Slurm sends SIGUSR2. The command is then stopped, which makes training
+    write a checkpoint, and queued again to continue from it. A job that is preempted or cancelled
+    gets SIGTERM, and so does its command; Slurm kills the job and may queue it again.
     """
 
     line: tuple[str, ...]
     log: Path
+    threads: int = 0  # of each process; 0 if it is not known
     popen: subprocess.Popen[bytes] | None = None
+    told: bool = False  # by SIGTERM
 
     def __call__(self) -> int:
         # the cluster signals all processes of a job; the command must hear it from this one only
         old = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        environment = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
         with self.log.open("ab") as log:
-            null = subprocess.DEVNULL
-            self.popen = subprocess.Popen(self.line, stdin=null, stdout=log, stderr=log)
+            null, environment = subprocess.DEVNULL, {**os.environ, **environment}
+            self.popen = subprocess.Popen(
+                self.line, stdin=null, stdout=log, stderr=log, env=environment
+            )
         signal.signal(signal.SIGUSR2, old)
+        signal.signal(signal.SIGTERM, self._stopped)
         try:
-            return self._wait()
+            status = self._wait()
+            if self.told and status:  # not a result: the job may be queued again
+                time.sleep(KILLED)
+            return status
         finally:
             self.stop()
+
+    def _stopped(self, *_: object) -> None:
+        self.told = True
 
     def checkpoint(self) -> Any:
         """What submitit queues when it interrupts the job."""
         from submitit.helpers import DelayedSubmission
 
         self.stop()
-        return DelayedSubmission(ClusterCommand(self.line, self.log))
+        return DelayedSubmission(ClusterCommand(self.line, self.log, self.threads))
 
     def stop(self) -> None:
         """Ask the command to stop, and wait until it has."""
@@ -614,7 +707,8 @@ def run_plan(
     signals: list[int] = []
     old = {number: signal.signal(number, lambda n, _: signals.append(n)) for number in SIGNALS}
     try:
-        with StudyProgress(plan, executor.slots, keep, rates) as progress:
+        slots = 0 if isinstance(executor, Slurm) else executor.slots
+        with StudyProgress(plan, slots, keep, rates) as progress:
 
             def changed(outcomes: dict[str, Outcome]) -> None:
                 progress.show(outcomes)
@@ -650,7 +744,7 @@ def newest_numbers(jobs: Iterable[Job]) -> dict[str, float]:
 
 class StudyProgress(Progress):
     """The progress of a study: a line for each job that ends and one per minute, with the time
-    left; on a terminal also a bar."""
+    left; on a terminal also a bar. Nobody knows how long a cluster will take (`slots` is 0)."""
 
     def __init__(
         self,
@@ -698,11 +792,12 @@ class StudyProgress(Progress):
         line = f"[{self.done:.0f}/{self.total:.0f}] {outcome.job.name}: {outcome.state}"
         if outcome.state == "done":
             left = self.left() if self.seconds else None
+            took = f", {outcome.seconds:.0f} s" if self.slots else ""  # with the time in a queue
             after = "" if left is None else f"; about {duration(left)} left"
             warnings = [text for text in warnings_of(outcome.job) if text not in self.warned]
             self.warned.update(warnings)
             said = (f"    {text}" for text in warnings)
-            say(f"{line}, {outcome.seconds:.0f} s{after}", *said, error=True)
+            say(f"{line}{took}{after}", *said, error=True)
         elif outcome.state != "there":
             say(line, *(f"    {text}" for text in outcome.why.splitlines()), error=True)
         if outcome.state in ("done", "there"):
@@ -710,9 +805,9 @@ class StudyProgress(Progress):
 
     def left(self) -> float | None:
         """Estimated seconds left: the cost of the open jobs, minus the time since one ended, which
-        counts for one job at most. None if the cost of a run is not known yet."""
+        counts for one job at most. None if the cost of a run is not known yet, or on a cluster."""
         costs = [seconds for seconds in self.seconds.values() if seconds is not None]
-        if len(costs) < len(self.seconds):
+        if len(costs) < len(self.seconds) or not self.slots:
             return None
         rest = sum(costs) / max(1, min(self.slots, len(costs)))
         spent = min(time.monotonic() - self.ended, max(costs, default=0.0))
