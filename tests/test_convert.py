@@ -387,12 +387,22 @@ QUERY = "bert.encoder.layer.1.attention.self.query.weight"
 WORD = "bert.embeddings.word_embeddings.weight"
 NORM = "bert.encoder.layer.0.output.LayerNorm.bias"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 440\n"
-BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "malicious pickle": (evil_pickle, "pytorch_model.bin is refused"),
     "malicious tensor file": (evil_zip, "pytorch_model.bin is refused"),
     "strange pickle": (strange_pickle, "pytorch_model.bin is refused"),
     "a list": (lambda s: put_bin(s, [torch.ones(2)]), "is not a state dict"),
     "numbered tensors": (lambda s: put_bin(s, {1: torch.ones(2)}), "is not a state dict"),
+    "a checkpoint of xformer": (
+        lambda s: [(s / f).write_text("{}") for f in ("manifest.json", "config.json")],
+        "is a checkpoint of xformer already",
+    ),
+    "an adapter": (
+        lambda s: (s / "config.json").rename(s / "adapter_config.json"),
+        "has only an adapter; merge it into its model first",
+    ),
     "cut pickle": (truncated("pytorch_model.bin", 0.7), "pytorch_model.bin is refused"),
     "cut early": (truncated("pytorch_model.bin", 0.01), "pytorch_model.bin is refused"),
     "empty pickle": (truncated("pytorch_model.bin", 0), "pytorch_model.bin is refused"),

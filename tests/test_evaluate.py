@@ -287,8 +287,8 @@ BAD_INPUT: list[tuple[str, list[str], list[str]]] = [
         "classes",
         ["data={others}/swapped"],
         [
-            "not all of the checkpoint's classes, or in another order: yes, no",
-            "make the store again with --train FILE, the training file of this checkpoint",
+            "swapped has the checkpoint's classes in another order: yes, no",
+            "make the store again with --labels no,yes",
         ],
     ),
     ("classes", ["data={data}/scores"], ["head=classify needs a store of kind class"]),

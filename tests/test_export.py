@@ -10,6 +10,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -574,6 +575,26 @@ def test_transformers_gives_the_same_ids(
     assert len(theirs) == len(ours)
     again = published.import_tokenizer(tmp_path)
     assert again.fingerprint == ours.fingerprint
+
+
+def test_the_length_of_training_is_exported(
+    learned: dict[str, tokenizers.Tokenizer], tmp_path: Path
+) -> None:
+    """So that `truncation=True` is enough. An MLM head reads all lengths of its model."""
+    start = scratch(learned, "bert")
+    longest = start.config.max_positions
+    for name, head, limit in (
+        ("class", Head("classify", ("x", "y"), max_tokens=9), 9),
+        ("mlm", Head("mlm", max_tokens=9), longest),
+        ("none", None, longest),
+    ):
+        hf.to_hf(start if head is None else start.with_head(head, 0), tmp_path / name)
+        assert read_json(tmp_path / name / "tokenizer_config.json")["model_max_length"] == limit
+    for said, limit in ((1e30, longest), (11, 11)):
+        tokenizer = copy(start.tokenizer)
+        tokenizer.published = {"model_max_length": said}
+        published.export_tokenizer(tokenizer, tmp_path, longest)
+        assert read_json(tmp_path / "tokenizer_config.json")["model_max_length"] == limit
 
 
 def test_a_unigram_of_ours_composes_letters_in_transformers_too(tmp_path: Path) -> None:

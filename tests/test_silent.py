@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,6 +123,17 @@ def test_rows_of_the_training_split_in_another_store(
         f"{data.classes}, so these scores may be too high\n"
     ) in done.err
     assert "training split" not in good(forks.run(*line, f"data={data.classes}")).err
+
+    # a store that was made again where the run's was
+    remade = tmp_path / "remade"
+    shutil.copytree(data.classes, remade)
+    other = tmp_path / "other"
+    good(forks.run(*training(CLASSIFY, remade, other, "train.steps=1")))
+    again = ["evaluate.py", str(other), "split=valid", f"data={remade}"]
+    assert "has changed" not in good(forks.run(*again)).err
+    shutil.rmtree(remade)
+    shutil.copytree(tmp_path / "store", remade)
+    assert f"note: {remade} has changed since the training" in good(forks.run(*again)).err
 
     # a run on the other store that started from this run, and that saw a share of its rows
     run, out = tmp_path / "run", tmp_path / "scores.json"

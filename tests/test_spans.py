@@ -27,6 +27,7 @@ from helpers import (
 from xformer.data.errors import BadInput
 from xformer.data.store import LONGEST_ANSWER, Split, open_store
 from xformer.predictions import read
+from xformer.preprocess.tasks.squad import load
 from xformer.tasks import span
 from xformer.tasks.task import Predictions
 
@@ -342,6 +343,34 @@ def test_thresholds_equal_the_official_script(shared: Path, name: str) -> None:
 
 
 # ---------------------------------------------------------------------------------- end to end
+
+
+def test_windows_that_would_be_truncated_are_refused(
+    forks: Forks, store: Path, data: toys.Toys, tmp_path: Path
+) -> None:
+    """They would lose their answers. A store is made as long as its model allows."""
+    short = training(SQUAD, store, tmp_path / "run", "batch.max_tokens=17", "train.steps=1")
+    words = "the longest window of train has 20 tokens, but rows have 17 here; make the store again"
+    refused(forks.run(*short), words, "with --max-tokens 17")
+    run = tmp_path / "run"
+    good(forks.run(*training(SQUAD, store, run, "batch.max_tokens=20", "train.steps=1")))
+    raw = store.parent / "train.json"
+    line = ("preprocess.py", "task", "squad", "--train", raw, "--max-question", "4", "--output")
+    long = good(forks.run(*line, tmp_path / "long", "--tokenizer", data.tokenizer))
+    assert "takes no more" not in long.err
+    made = good(forks.run(*line, tmp_path / "made", "--tokenizer", run))
+    longest = json.loads((run / "config.json").read_text())["config"]["model"]["max_positions"]
+    assert f"windows of {longest} tokens, because the model of {run} takes no more" in made.err
+    options = open_store(tmp_path / "made").meta["origin"]["columns"]["options"]
+    assert options["max_tokens"] == longest < 384
+    words = "longest window of train has 26 tokens, but rows have 20 here"
+    refused(forks.run("evaluate.py", run, f"data={tmp_path / 'made'}", "split=train"), words)
+
+
+def test_json_lines_are_not_squad(tmp_path: Path) -> None:
+    (tmp_path / "train.json").write_text('{"id": 1}\n{"id": 2}\n')
+    with pytest.raises(BadInput, match="several JSON values, such as JSON lines; SQuAD's files"):
+        load(tmp_path / "train.json")
 
 
 @pytest.mark.slow

@@ -113,6 +113,13 @@ SENTENCES = [
 ]
 
 
+def test_classes_in_the_order_of_a_published_tagger(make: Make) -> None:
+    given = "O,B-PER,I-PER,B-ORG,B-LOC"
+    store = make({"train.txt": CONLL}, "conll", "--input", ".", "--labels", given)
+    assert store.labels == given.split(",")
+    assert words(store, "train")[1] == [("peter", "B-PER"), ("blackburn", "I-PER")]
+
+
 def test_conll_2003(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     valid = "Zürich NNP B-NP B-MISC\nEU NNP B-NP B-ORG"  # a class that is not in training
     hidden = "British\nlamb\n\nPeter"  # no labels

@@ -1163,6 +1163,12 @@ REFUSED: list[tuple[dict[str, str | bytes], list[str], str, int | None]] = [
         None,
     ),
     ({"train.tsv": TSV}, [*T, "--labels", "x,y,x", "--input", "."], "give each class once", None),
+    (
+        {"train.tsv": TSV + "c\tz\n"},
+        [*T, "--labels", 'x,y,"p, q"', "--input", "."],
+        r"train\.tsv:4: label 'z' is not one of x, y, p, q",
+        2,
+    ),
     ({"train.tsv": TSV}, [*T, "--labels", "x,y,", "--input", "."], "x,y,: a name is empty", None),
     (
         {"train.tsv": "t\tl\n" + tsv([["a", f"0.{i}"] for i in range(1, 62)])},

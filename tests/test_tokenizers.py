@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from xformer.data import published, tokenizers, vocabularies
 from xformer.data.errors import BadInput
+from xformer.data.spelled import Spelled
 from xformer.evaluate import _readable
 from xformer.preprocess import words
 from xformer.preprocess.words import CachedEncoder
@@ -142,9 +143,24 @@ def test_vocabularies_that_cannot_be(kind, size, phrase):
         vocabularies.learn(kind, ["hello world", "words"], size)
 
 
+def test_texts_that_spell_out_special_tokens_are_counted(learned):
+    spelled = Spelled(learned["wordpiece"])
+    spelled.add(["plain", "a [SEP] b [MASK]"])
+    assert sorted(spelled.seen) == ["[MASK]", "[SEP]"]
+    assert spelled.note().startswith("note: 1 text spells out [")
+    spelled.add(["[MASK]"])
+    assert spelled.note().startswith("note: 2 texts spell out [")
+    assert spelled.note().endswith("; these are read as plain characters")
+    assert not Spelled(learned["wordpiece"]).note()
+
+
 def test_a_changed_or_missing_tokenizer_is_refused(learned, tmp_path):
     with pytest.raises(BadInput, match="holds no tokenizer"):
         tokenizers.load_tokenizer(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"import a published one with .* from-hf .*/model CHECKPO"):
+        tokenizers.load_tokenizer(tmp_path / "model")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/result.json").write_text("{}")
     with pytest.raises(BadInput, match=r"result.json is damaged: it names no selected checkpoint"):

@@ -633,6 +633,7 @@ BAD_INPUT: list[tuple[list[str], list[str]]] = [
     (["optim.lr=nan"], ["optim.lr=nan", "finite"]),
     (["train.epochs=inf"], ["train.epochs=inf", "finite"]),
     (["train.steps=1.5"], ["train.steps=1.5", "integer"]),
+    (["train.patience=1", "train.select=last"], ["train.patience=1", "give train.select=best"]),
     (["train.steps=-1"], ["train.steps=-1", "greater than or equal to 0"]),
     (["optim.schedule=cosin"], ["optim.schedule='cosin'", "'cosine'"]),
     (["optim.betas=[0.9]"], ["optim.betas=[0.9]: this list needs at least 2 values"]),

@@ -8,6 +8,7 @@ if __name__ == "__main__":  # `python -m xformer.evaluate`: before torch is impo
     as_command("evaluate")
 
 import csv
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -34,6 +35,7 @@ from xformer.data.errors import BadInput, Failure, typed
 from xformer.data.files import write_json, write_text
 from xformer.data.joined import open_stores
 from xformer.data.outputs import check_writable
+from xformer.data.spelled import Spelled
 from xformer.data.store import TEXTS, Split, Store, open_store
 from xformer.data.tokenizers import Tokenizer, load_tokenizer, unknown_note
 from xformer.minimal_pairs import PLL
@@ -42,7 +44,7 @@ from xformer.parallel import processes
 from xformer.parallel.precision import fast_on, reason_for_bf16, speed_note
 from xformer.parallel.processes import ALONE, Ranks, SystemConfig
 from xformer.predictions import write
-from xformer.scoring import check_kind, longest_remedy, outputs_of, score
+from xformer.scoring import check_kind, check_windows, longest_remedy, outputs_of, score
 from xformer.tasks.known import TASKS
 from xformer.tasks.task import Predictions, Task, as_table, check_finite, to_device
 
@@ -306,6 +308,10 @@ def with_precision_of_training(
 
 def _fill_masks(checkpoint: Checkpoint, config: EvaluateConfig, ranks: Ranks) -> None:
     precision = config.system.precision
+    spelled = Spelled(checkpoint.tokenizer)
+    spelled.pieces.remove(checkpoint.tokenizer.meta["special"]["mask"])
+    spelled.add([str(config.text)])
+    say(*filter(None, [spelled.note()]), error=True)
     fillings = fill_mask(checkpoint, str(config.text), config.top, ranks, precision)
     for i, filling in enumerate(fillings, 1):
         say(f"mask {i}: " + "  ".join(f"{piece} {p:.3f}" for p, piece in filling))
@@ -336,7 +342,9 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
     else:
         size = checkpoint.config.vocab_size
         array = mapping.build_mapping(spec or head.mapping, store, checkpoint.tokenizer, size)
-    return Assembler(store.split(split), checkpoint.tokenizer, checkpoint.max_tokens, array)
+    rows = Assembler(store.split(split), checkpoint.tokenizer, checkpoint.max_tokens, array)
+    check_windows(task, rows, store, split)
+    return rows
 
 
 def _check_classes(store: Store, task: Task) -> None:
@@ -344,11 +352,16 @@ def _check_classes(store: Store, task: Task) -> None:
     if not task.named_classes or tuple(store.labels) == task.head.labels:
         return
     known = task.head.labels
-    what = f"not all of the checkpoint's classes, or in another order: {', '.join(store.labels)}"
+    what = f"not all of the checkpoint's classes: {', '.join(store.labels)}"
+    if set(store.labels) == set(known):
+        what = f"the checkpoint's classes in another order: {', '.join(store.labels)}"
     if unknown := sorted(set(store.labels) - set(known)):
         what = f"labels that are not classes of the checkpoint: {', '.join(unknown)}"
     line = f"{store.name} has {what}; the checkpoint knows {', '.join(known)}"
-    if set(store.labels) & set(known):
+    if set(store.labels) == set(known):
+        names = ",".join(f'"{name}"' if "," in name else name for name in known)
+        line += f": make the store again with {shlex.join(['--labels', names])}"
+    elif set(store.labels) & set(known):
         line += ": make the store again with --train FILE, the training file of this checkpoint"
     raise BadInput(line)
 
@@ -424,9 +437,14 @@ def _trained_on(name: str, store: Store, split: Split) -> list[str]:
     with suppress(BadInput, OSError, LookupError):
         for training in _trainings(name):
             of_run, config = training.store, training.config
-            if of_run is None or of_run.key == store.key or of_run.fingerprint != store.fingerprint:
-                continue
             if TASKS[config["head"]].predicts_masked:  # it saw no labels
+                continue
+            if training.remade(store):
+                notes.append(
+                    f"{store.name} has changed since the training; if its texts are now divided "
+                    "otherwise, these scores may be too high"
+                )
+            if of_run is None or of_run.key == store.key or of_run.fingerprint != store.fingerprint:
                 continue
             seen = set(_texts(of_run.split("train")))
             if count := sum(text in seen for text in _texts(split)):

@@ -32,7 +32,7 @@ from xformer.parallel.precision import fast_on, reason_for_bf16
 from xformer.parallel.processes import Ranks
 from xformer.recipe import UNUSED, Recipe
 from xformer.run import Run
-from xformer.scoring import check_kind
+from xformer.scoring import check_kind, check_windows
 from xformer.setup import Setup, planned_samples
 from xformer.surgery import registry
 from xformer.tasks.classify import balanced
@@ -90,6 +90,9 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
             f"{store.name}: the split 'valid' has no labels, so the run cannot be validated; "
             "make the store again with labels for this split, or without the split"
         )
+    for name in store.splits:
+        rows = Assembler(store.split(name), start.tokenizer, recipe.batch.max_tokens)
+        check_windows(task, rows, store, name)
     before, start = start, start.with_head(head, recipe.seed.of("weights"))
     fresh, dropped = checkpoints.changed_weights(before, start)
     if array is not None or recipe.mapping == "ids":
@@ -349,6 +352,11 @@ def check_data(recipe: Recipe, kind: str, splits: Collection[str], store: object
     """Raise BadInput unless the recipe can train on a store of this kind with these splits. `store`
     names it in the message."""
     check_kind(kind, TASKS[recipe.head], store)
+    if recipe.train.patience and recipe.train.select == "last":
+        raise BadInput(
+            f"train.patience={recipe.train.patience} stops after validations that became worse, "
+            "but train.select=last keeps the weights of the last one; give train.select=best"
+        )
     if recipe.train.select == "best" and "valid" not in splits:
         raise BadInput(
             f"train.select=best needs a split 'valid', which {store} lacks; give train.select=last"

@@ -12,6 +12,7 @@ from torch import Tensor
 from xformer.data.batch import Assembler, Batch, chunks
 from xformer.data.display import Progress
 from xformer.data.errors import BadInput, typed
+from xformer.data.store import Store
 from xformer.parallel.compiled import not_compiled
 from xformer.parallel.feed import made_ahead
 from xformer.parallel.processes import Ranks
@@ -123,4 +124,14 @@ def check_kind(kind: str, task: Task | type[Task], store: object) -> None:
         raise BadInput(
             f"head={task.name} needs a store of kind {needed}, which {makes} makes; {store} is of "
             f"kind {kind}"
+        )
+
+
+def check_windows(task: Task, rows: Assembler, store: Store, name: str) -> None:
+    """Raise BadInput if windows of contexts would be truncated. A row would lose its answer, and
+    the end of the context would be in no row."""
+    if task.has_questions and (longest := rows.longest()) > rows.max_tokens:
+        raise BadInput(
+            f"{store.name}: the longest window of {name} has {longest} tokens, but rows have "
+            f"{rows.max_tokens} here; make the store again with --max-tokens {rows.max_tokens}"
         )

@@ -119,7 +119,8 @@ class Setup:
         fit into the run, another line says so."""
         recipe, length, unit = self.recipe, self.length, self.unit
         warmup, decay = (part / unit for part in recipe.optim.lengths(length, unit))
-        parts = [f"warm-up in the first {warmup:,.0f}"] if warmup else []
+        first = f"{warmup:,.0f}" if warmup >= 1 else f"{warmup:.2g}"
+        parts = [f"warm-up in the first {first}"] if warmup else []
         if recipe.optim.schedule == "wsd":
             parts.append(f"decay in the last {decay:,.0f}")
         notes = [f"of {self.planned_steps:,} steps: {', '.join(parts)}"] if parts else []

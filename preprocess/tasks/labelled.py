@@ -11,6 +11,7 @@ add it to the table `TASK_READERS` in `preprocess/cli.py`.
 from __future__ import annotations
 
 import argparse
+import csv
 import math
 import re
 import time
@@ -31,6 +32,7 @@ from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, many, say
 from xformer.data.errors import BadInput
 from xformer.data.outputs import check_directory
+from xformer.data.spelled import Spelled
 from xformer.data.store import IGNORED, NO_LABEL, ORDER, UNLABELLED, UNSEEN, is_bio
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
@@ -137,6 +139,28 @@ class RowSurvey:
     first_empty: str = ""  # file and line of the first of them
 
 
+def add_labels(parser: argparse.ArgumentParser) -> None:
+    """Add --labels."""
+    parser.add_argument(
+        "--labels",
+        metavar="A,B,C",
+        help='The classes in the order of their ids; "X, Y" is a name with a comma (default: those '
+        "of the training file, sorted by name).",
+    )
+
+
+def given_labels(names: str | None) -> list[str] | None:
+    """The classes of --labels. Raises BadInput if a name is empty or repeated."""
+    if not names:
+        return None
+    labels = [name.strip() for name in next(csv.reader([names], skipinitialspace=True))]
+    if len(set(labels)) != len(labels):
+        raise BadInput(f"--labels {names}: give each class once")
+    if "" in labels:
+        raise BadInput(f"--labels {names}: a name is empty; leave out the extra comma")
+    return labels
+
+
 def check_metric(kind: str, metric: str | None) -> str:
     """The metric to report, by default accuracy or spearman.
 
@@ -219,6 +243,7 @@ def write_task(
                     writer.append(batch)
                     progress.advance(len(batch))
         origin = {**origin, **_task_origin(task, unseen, in_two_splits, groups_in_two)}
+        say(*filter(None, [writer.spelled.note()]), error=True)
         # the stack closes the splits last to first; list them in their usual order
         store.splits = {name: store.splits[name] for name in names}
         metric = task.metric or ("entity_f1" if is_bio(labels) else "accuracy")
@@ -651,9 +676,11 @@ class RowWriter:
         self.splits, self.encoder = splits, encoder
         self.class_ids = {label: i for i, label in enumerate(labels)}
         self.groups: dict[str, dict[str, int]] = {name: {} for name in splits}
+        self.spelled = Spelled(encoder.tokenizer)
 
     def append(self, batch: list[Row]) -> None:
         """Encode a batch of rows and append each to its split."""
+        self.spelled.add(text for row in batch for text in row.texts)
         for name, split in self.splits.items():
             rows = [row for row in batch if row.split == name]
             if not rows:
@@ -891,7 +918,8 @@ def run(
     task = read(arguments)
     # `evaluate.py input=` reads rows to predict with the same task and options
     options = {key: getattr(arguments, key) for key in arguments.own if hasattr(arguments, key)}
-    for key in ("id", "group"):  # a store without them is the same as in earlier versions
+    # a store without these is the same as in earlier versions
+    for key in ("id", "group", *(["labels"] if name == "conll" else [])):
         if options.get(key) is None:
             options.pop(key, None)
     columns = {**task.columns, "task": name, "options": options}

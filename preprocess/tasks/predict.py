@@ -106,6 +106,7 @@ def write_rows(
             writer = labelled.RowWriter({INPUT: split}, CachedEncoder(tokenizer), classes)
             for batch in labelled.row_batches(rows):
                 writer.append(batch)
+        say(*filter(None, [writer.spelled.note()]), error=True)
         store.finish(kind, record.labels, None, {}, choices)
 
 
@@ -479,6 +480,9 @@ def _sentences(path: Path, head: HeadRecord) -> Iterator[Row]:
     lines = list(read_lines(path, STRICT))
     if not any(text for _, text in lines):
         raise BadInput(f"{path} is empty")
+    if extension(path) == ".tsv":
+        told = "line 1 is read as a sentence, too; columns= names the column of a table"
+        say(f"note: {path}: {told}", error=True)
     for line, text in lines:
         yield Row(INPUT, (text,), None, path, line)
 

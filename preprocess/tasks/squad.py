@@ -40,11 +40,12 @@ from ..arguments import (
 )
 from ..bad import BadRows
 from ..binarize import check_exists, check_files, read_lines, sources
+from ..corpora.text import longest_row
 from .labelled import ORDER, SHARES, VALID_SHARE
 
 ABOUT = "SQuAD 1.1 and 2.0: questions and overlapping windows of their contexts."
 BLOCK = 64  # contexts encoded at once
-STRIDE = 128  # Devlin et al. 2019
+LONGEST, STRIDE = 384, 128  # Devlin et al. 2019
 COLUMNS = {
     "tokens": "",
     "tokens_b": "",
@@ -130,10 +131,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-tokens",
         type=whole_number(8),
-        default=384,
         metavar="N",
         help="The maximum row length in tokens, special tokens included. Train with "
-        "batch.max_tokens=N (default: %(default)s).",
+        f"batch.max_tokens=N (default: {LONGEST}, or less if the tokenizer is a checkpoint whose "
+        "model takes less).",
     )
     add(
         "--stride",
@@ -172,6 +173,14 @@ def run(arguments: argparse.Namespace) -> None:
     check_directory(arguments.output, arguments.overwrite, ("store.json",), *files.values())
     tokenizer = tokenizers.load_tokenizer(arguments.tokenizer)
     extra = 2 + tokenizer.pair_separators
+    if arguments.max_tokens is None:
+        arguments.max_tokens = min(LONGEST, longest_row(arguments.tokenizer) or LONGEST)
+        if arguments.max_tokens < LONGEST:
+            rows = f"windows of {arguments.max_tokens} tokens, because the model of"
+            say(
+                f"{rows} {arguments.tokenizer} takes no more (--max-tokens changes this)",
+                error=True,
+            )
     room = arguments.max_tokens - arguments.max_question - extra
     if room < 1:
         raise BadInput(
@@ -340,6 +349,11 @@ def load(path: Path) -> Any:
     try:
         return json.loads("\n".join(line for _, line in read_lines(path)))
     except (ValueError, RecursionError) as error:
+        if "Extra data" in str(error):
+            raise BadInput(
+                f"{path} has several JSON values, such as JSON lines; SQuAD's files are one object "
+                "with a list `data` of articles, and their paragraphs and qas"
+            ) from None
         raise BadInput(f"{path} is not valid JSON: {error}") from None
 
 

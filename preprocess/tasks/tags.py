@@ -32,7 +32,7 @@ from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from ..corpora.fasta import FASTA_LETTERS, read_fasta
 from . import splits
-from .labelled import TAG_METRICS, Row, TaskSource, input_files
+from .labelled import TAG_METRICS, Row, TaskSource, add_labels, given_labels, input_files
 from .protein import LETTERS
 from .sequences import sequence_fault
 
@@ -92,6 +92,7 @@ def add_conll_arguments(parser: argparse.ArgumentParser) -> None:
         help="The column of the labels, counted from 1; in CoNLL-U it is 4 or 5 (default: the last "
         "column of the training file). A test file may lack it.",
     )
+    add_labels(parser)
     add(
         "--metric",
         choices=TAG_METRICS,
@@ -129,6 +130,7 @@ def read_conll(arguments: argparse.Namespace) -> TaskSource:
         columns={"text": str(arguments.word), "text_b": None, "label": str(label)},
         bad=bad,
         splits=[(split, paths[0]) for split, paths in files.items()],
+        labels=given_labels(arguments.labels),
     )
 
 

@@ -11,7 +11,16 @@ from xformer.data.errors import BadInput
 
 from ..bad import BadRows
 from . import splits
-from .labelled import CLASS_METRICS, SCORE_METRICS, Row, TaskSource, check_metric, input_files
+from .labelled import (
+    CLASS_METRICS,
+    SCORE_METRICS,
+    Row,
+    TaskSource,
+    add_labels,
+    check_metric,
+    given_labels,
+    input_files,
+)
 from .tables import ENDINGS, Form, RowTable, extension
 
 HEADERS = ("label", "labels", "class", "target", "category", "gold_label", "answer")
@@ -41,12 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="class",
         help="Whether the label column names a class or holds a number (default: %(default)s).",
     )
-    add(
-        "--labels",
-        metavar="A,B,C",
-        help="The classes in the order of their ids (default: those of the training file, sorted "
-        "by name).",
-    )
+    add_labels(parser)
     add(
         "--metric",
         choices=CLASS_METRICS + SCORE_METRICS,
@@ -207,11 +211,8 @@ def read(arguments: argparse.Namespace) -> TaskSource:
                 id_, group = id_and_group(values[len(names) :], arguments)
                 yield Row(split, texts, label or None, table.path, line, id_, key=group)
 
-    labels = [name.strip() for name in arguments.labels.split(",")] if arguments.labels else None
-    if labels and (len(set(labels)) != len(labels) or arguments.kind == "score"):
-        raise BadInput(f"--labels {arguments.labels}: give each class once, with --kind class")
-    if labels and "" in labels:
-        raise BadInput(f"--labels {arguments.labels}: a name is empty; leave out the extra comma")
+    if arguments.labels and arguments.kind == "score":
+        raise BadInput(f"--labels {arguments.labels} needs --kind class")
     return TaskSource(
         rows=rows,
         files=[path for paths in files.values() for path in paths],
@@ -220,7 +221,7 @@ def read(arguments: argparse.Namespace) -> TaskSource:
         columns={"text": arguments.text, "text_b": arguments.text_b, "label": arguments.label},
         bad=bad,
         splits=[(split, paths[0]) for split, paths in files.items()],
-        labels=labels,
+        labels=given_labels(arguments.labels),
         pairs=len(names) == 2,
         split_columns=used,
     )

@@ -143,10 +143,17 @@ def read_shape(directory: str | Path) -> ModelConfig:
 def _read_config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
     """The family, our config, and the content of config.json."""
     file = directory / "config.json"
+    if not file.is_file() and (directory / "adapter_config.json").is_file():
+        raise BadInput(
+            f"{directory} has only an adapter; merge it into its model first (`merge_and_unload` "
+            "of peft), and save the whole"
+        )
     meta = read_json(file)
     kind = meta.get("model_type") if isinstance(meta, dict) else None
     if not isinstance(kind, str) or kind not in FAMILIES:
         supported = ", ".join(FAMILIES)
+        if (directory / "manifest.json").is_file():
+            raise BadInput(f"{directory} is a checkpoint of xformer already; use it as it is")
         raise BadInput(f"{file}: model_type {kind!r} is not supported; {supported} are")
     family = FAMILIES[kind]
     rotary = family.fixed.get("positions") == "rotary"  # modern.read_settings checks these
@@ -610,12 +617,14 @@ def to_hf(
     prefix = family.prefix if checkpoint.task is not None else ""
     tensors |= modern.frequency_tensors(family, checkpoint, prefix)
     dtype, tensors = _in_their_dtypes(checkpoint, family, tensors)
-    config = checkpoint.config
+    config, task = checkpoint.config, checkpoint.task
+    whole = task is None or task.predicts_masked  # other heads know rows of their length alone
+    longest = config.max_positions if whole else checkpoint.max_tokens
     with atomic_directory(out, overwrite) as directory:
         save_tensors(tensors, directory / "model.safetensors")
         write_json(directory / "config.json", _their_config(checkpoint, family, dtype))
         published.export_tokenizer(
-            checkpoint.tokenizer, directory, config.max_positions, segments=config.token_types > 1
+            checkpoint.tokenizer, directory, longest, segments=config.token_types > 1
         )
         for name, content in _sentence_files(checkpoint).items():
             (directory / name).parent.mkdir(exist_ok=True)

@@ -34,6 +34,11 @@ class Training:
         """The settings of the run."""
         return dict(self.starts[-1]["config"])
 
+    def remade(self, store: Store) -> bool:
+        """Whether a store lies where the run's was, but has another content."""
+        paths = [Path(path).resolve() for path in _stores(self.config)]
+        return self.key != store.key and Path(store.name).resolve() in paths
+
     @property
     def data(self) -> list[str]:
         """The names of the stores."""
