@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
-from torch.func import functional_call, jvp
+from torch import Tensor, nn
+from torch.func import jvp
 
 from xformer.analysis import drawing
 from xformer.analysis.examples import ExamplesConfig, LoadedModel, look_inside, open_examples
@@ -70,10 +71,11 @@ def last_hidden_from_words(loaded: LoadedModel, batch: Batch) -> tuple[Function,
     """The function from the word embeddings of one example to its last hidden states, and these
     word embeddings (L, E).
 
-    The function replaces the embedding table by its argument: token k of the packed batch looks up
-    row k. It takes a batch of copies of the example, so one backward pass gives the products of all
-    copies; `vmap` would loop over LayerNorm, GELU and softmax. It uses the reference implementation
-    of every op, because only plain PyTorch has forward-mode derivatives.
+    The function replaces the output of the word embeddings by its argument. The tokens themselves
+    stay, because the embeddings of an ESM-2 are scaled by the number of its mask tokens. It takes a
+    batch of copies of the example, so one backward pass gives the products of all copies; `vmap`
+    would loop over LayerNorm, GELU and softmax. It uses the reference implementation of every op,
+    because only plain PyTorch has forward-mode derivatives.
     """
     encoder, device = loaded.model.encoder, loaded.device
     L = len(batch.tokens)
@@ -84,12 +86,18 @@ def last_hidden_from_words(loaded: LoadedModel, batch: Batch) -> tuple[Function,
     def last_hidden(words: Tensor) -> Tensor:
         B = len(words)
         ends = torch.arange(B + 1, dtype=torch.int32, device=device) * L
-        packed = Batch(
-            torch.arange(B * L, device=device), positions.repeat(B), segments.repeat(B), ends, L
-        )
-        table = {"embeddings.word.weight": words.flatten(0, 1)}
-        with only_plain():
-            hidden: Tensor = functional_call(encoder, table, (packed,))
+        packed = Batch(tokens.repeat(B), positions.repeat(B), segments.repeat(B), ends, L)
+
+        def replaced(_: nn.Module, inputs: object, looked_up: Tensor) -> Tensor:
+            rows = words.flatten(0, 1)  # the encoder may have added tokens of padding
+            return F.pad(rows, (0, 0, 0, len(looked_up) - len(rows)))
+
+        hook = encoder.embeddings.word.register_forward_hook(replaced)
+        try:
+            with only_plain():
+                hidden: Tensor = encoder(packed)
+        finally:
+            hook.remove()
         return hidden.unflatten(0, (B, L))
 
     return last_hidden, encoder.embeddings.word.weight.detach()[tokens]
