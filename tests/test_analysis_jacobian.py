@@ -1,14 +1,16 @@
-"""Singular values of Jacobians: linear models, whole Jacobians, and an encoder."""
+"""Singular values of Jacobians: linear models, whole Jacobians, an encoder, and an ESM-2."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import looking
 import numpy as np
 import pytest
 import torch
-from tiny import seeded
+from tiny import distance, seeded, tiny
 
 from xformer.analysis.examples import open_examples
 from xformer.analysis.jacobian import (
@@ -18,6 +20,8 @@ from xformer.analysis.jacobian import (
     last_hidden_from_words,
 )
 from xformer.analysis.jacobian import singular_values as values_of
+from xformer.convert import hf
+from xformer.data.batch import Batch
 
 
 def test_a_linear_model_has_its_own_matrix() -> None:
@@ -69,6 +73,47 @@ def test_an_encoder_equals_differences(tmp_path: Path) -> None:
         moved[place] = step
         ahead, behind = (function((x + sign * moved.view_as(x))[None])[0, 2] for sign in (1, -1))
         assert torch.allclose(jacobian[:, place], (ahead - behind) / (2 * step), atol=1e-7)
+
+
+@pytest.mark.parametrize("length", [7, 37])
+def test_an_esm_2_equals_transformers(length: int, tmp_path: Path) -> None:
+    """The embeddings of an ESM-2 depend on which tokens are masked: here two of them are. A number
+    of a token among all copies must not be taken for the id of the mask token."""
+    longest = {"max_position_embeddings": 64, "token_dropout": True}
+    theirs = tiny("EsmModel", tmp_path, **longest).double()
+    made = hf.from_hf(tmp_path).checkpoint
+    mask = made.config.zeroed_token
+    assert mask is not None
+    assert mask < 2 * length * made.config.hidden
+    ids = torch.randint(4, 24, (length,), generator=seeded(7))
+    ids[[1, 3]] = mask
+    positions, ends = np.arange(length), np.array([0, length])
+    batch = Batch(ids.numpy(), positions, np.zeros_like(positions), ends, length)
+    model = made.model().double().requires_grad_(False)
+    loaded: Any = SimpleNamespace(model=model, device=torch.device("cpu"))
+    function, x = last_hidden_from_words(loaded, batch)
+
+    def their_function(words: torch.Tensor) -> torch.Tensor:
+        table = theirs.embeddings.word_embeddings
+        hook = table.register_forward_hook(lambda *_: words[None])
+        hidden = theirs(ids[None], torch.ones_like(ids[None])).last_hidden_state[0]
+        hook.remove()
+        return hidden
+
+    expected = torch.autograd.functional.jacobian(their_function, x, vectorize=True)
+    expected = expected.flatten(2)  # (L, C, L E)
+    for token in (0, length - 1):
+        ours = jacobian_of_token(function, x, token)
+        assert distance(ours, expected[token]) < 1e-5  # transformers rotates in float32
+    probes, steps = 3, 12
+    v = torch.randn(probes, x.numel(), generator=seeded(9), dtype=torch.float64)
+    v = v / v.norm(dim=1, keepdim=True)
+    whole = estimate(function, x, steps, probes, seed=9)
+    squares = (whole["weights"] * whole["nodes"] ** 2).sum(1)  # |J v|^2 of each probe
+    assert distance(squares, (v @ expected.flatten(0, 1).T).square().sum(1)) < 1e-5
+    exact = torch.linalg.svdvals(expected.flatten(0, 1))
+    error = float((exact - whole["largest"]).abs().min())
+    assert error <= float(whole["residual"]) + 1e-5 * float(exact[0])
 
 
 def _packed(batch, reader):

@@ -263,7 +263,7 @@ def test_layers_by_name_and_number() -> None:
     assert parse_layers("all", 2, "a") == [0, 1, 2]
     assert parse_layers("last", 2, "a") == [2]
     assert parse_layers("[2, 0]", 2, "a") == [0, 2]
-    for wrong in ("3", "x", "-1"):
+    for wrong in ("3", "x", "-1", "²"):
         with pytest.raises(BadInput, match=f"^layers={wrong}: a has the layers 0 to 2; give all"):
             parse_layers(wrong, 2, "a")
 

@@ -517,11 +517,12 @@ def test_the_summary_of_an_operation_on_all_weights(
 ) -> None:
     from xformer.surgery import __main__ as command
 
-    for name, words in (("clean", "all 58 weights new"), ("reverse_layers", "0 of 58 weights new")):
+    of_each = {"clean": "58 weights, all of them", "reverse_layers": "58 weights, 0 of them"}
+    for name, words in of_each.items():
         monkeypatch.setattr(sys, "argv", ["surgery", "micro/english", str(tmp_path / name), name])
         command.main()
         first, last = capsys.readouterr().out.splitlines()
-        assert words in last
+        assert f"{words} with new values" in last
         assert surgery.registry.in_words(name) in first
     assert torch.equal(
         checkpoints.load(tmp_path / "clean").weights["mlm_head.bias"], torch.zeros(8192)

@@ -330,7 +330,7 @@ def test_sentences_that_do_not_fit(
     long = f"blimp={tmp_path / 'long.jsonl'}"
     refused(evaluate(forks, Path("micro/english"), long), "has 132 tokens", "the model takes 128")
     refused(
-        evaluate(forks, learned["classes"], f"blimp={archive}"), "needs a checkpoint with an MLM"
+        evaluate(forks, learned["classes"], f"blimp={archive}"), "need a checkpoint with an MLM"
     )
     refused(evaluate(forks, Path("micro/english"), long, "split=test"), "split= cannot be combined")
 

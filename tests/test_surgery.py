@@ -743,7 +743,7 @@ def test_the_command_line(forks: Forks, saved: Path, tmp_path: Path) -> None:
         "keep_layers",
         "reinit_scaled",
     ]
-    assert "weights new" in done.out.splitlines()[4]
+    assert "34 weights, all of them with new values" in done.out.splitlines()[4]
     shown = good(forks.run("-m", "xformer.convert", "inspect", tmp_path / "new")).out
     for line in (
         "reverse_layers",
@@ -858,6 +858,38 @@ def test_outputs_that_are_refused(operate: Operate, saved: Path, tmp_path: Path)
     good(operate(saved, tmp_path / "deep/new", "clean", "--overwrite"))
     assert not same(checkpoints.load(tmp_path / "deep/new"), counted())
     assert (tmp_path / "other/thesis.tex").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    "out", ["micro/english", "./micro/../micro/english", "{tmp}/micro/english"]
+)
+def test_the_name_of_a_packaged_checkpoint_is_refused(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on micro/english would mean another model in this directory."""
+    from xformer.surgery.__main__ import main
+
+    monkeypatch.chdir(tmp_path)
+    line = ["surgery", "micro/english", out.format(tmp=tmp_path), "reverse_layers", "--overwrite"]
+    monkeypatch.setattr("sys.argv", line)
+    with pytest.raises(BadInput, match="micro/english is the name of a checkpoint that comes with"):
+        main()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_summary_says_what_is_new_and_what_is_gone() -> None:
+    from xformer.surgery.__main__ import summary
+
+    before = counted(SHAPE.model_copy(update=ESM))
+    contact = {"contact_head.weight": torch.ones(1, 12), "contact_head.bias": torch.ones(1)}
+    before = replace(before, weights={**before.weights, **contact})
+    count = len(before.weights)
+    reversed_layers = summary(before, surgery.reverse_layers(before))
+    assert (
+        f" {count - 2} weights, 0 of them with new values, without contact_head" in reversed_layers
+    )
+    clean = summary(before, surgery.clean_embeddings(before))
+    assert clean.endswith(f" {count} weights, 1 of them with new values")
 
 
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_written(

@@ -281,7 +281,7 @@ def sentences_of(
     unknown, or if the tokenizer lacks the word boundaries that `pll` needs.
     """
     if checkpoint.task is None or not checkpoint.task.predicts_masked:
-        raise BadInput("blimp= needs a checkpoint with an MLM head; this one has none")
+        raise BadInput("minimal pairs need a checkpoint with an MLM head; this one has none")
     reads = tokenizer or checkpoint.source or checkpoint.tokenizer
     encoded = _encoded(reads, texts, pll)
     _check_known(reads, [ids for ids, _ in encoded])

@@ -80,6 +80,10 @@ def _redraw(paths: list[str]) -> None:
         )
         return
     for path in map(Path, paths):
+        if path.is_dir():
+            here = (path / f"{name}.json" for name in MODULES)
+            file = next((f for f in here if f.is_file()), path / "pwcca.json")
+            raise BadInput(f"{path} is a directory; give a JSON file in it, such as {file}")
         result = read_json(path)
         if not isinstance(result, dict) or result.get("analysis") not in MODULES:
             raise BadInput(

@@ -203,30 +203,28 @@ def _draw_curve(axes: Any, result: dict[str, Any]) -> None:
     layers = result["layers"]
     numbers = [layer["layer"] for layer in layers]
     mean = np.array([layer["distance"]["mean"] for layer in layers])
-    deviation = np.array([layer["distance"]["deviation"] for layer in layers])
-    axes.fill_between(
-        numbers,
-        mean - deviation,
-        mean + deviation,
-        color="C0",
-        alpha=0.22,
-        lw=0,
-        label="± sd over examples",
-    )
+    if result["data"]["examples"] > 1:
+        deviation = np.array([layer["distance"]["deviation"] for layer in layers])
+        look: Any = {"color": "C0", "alpha": 0.22, "label": "± sd over examples"}
+        if len(layers) > 1:
+            axes.fill_between(numbers, mean - deviation, mean + deviation, lw=0, **look)
+        else:
+            axes.errorbar(numbers, mean, deviation, fmt="none", elinewidth=8, **look)
     axes.plot(numbers, mean, "o-", color="C0", ms=4, lw=1.8, label="heads matched by example")
     fixed = [float(np.mean(layer["matching"]["distance"])) for layer in layers]
     axes.plot(numbers, fixed, "s--", color="C1", ms=3.5, lw=1.3, label="one matching for all")
     axes.plot(
         numbers,
         [layer["unmatched"] for layer in layers],
-        ":",
+        ":" if len(layers) > 1 else "_",
+        ms=18,
         color=style.FAINT,
         lw=1.5,
         label="all pairs of heads",
     )
     axes.set(xlabel="layer", ylabel="mean L1 distance of maps (0 to 2)", title="Distance by layer")
     axes.set_xticks(numbers)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, None if len(layers) > 1 else 1.2 * axes.get_ylim()[1])
     axes.legend(fontsize=7.5)
 
 

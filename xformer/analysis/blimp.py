@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from pydantic import Field
 
 from xformer import checkpoint as checkpoints
@@ -69,6 +70,8 @@ def run(paths: list[str], config: BlimpConfig) -> None:
     ranks = processes.start(SystemConfig(threads=config.threads))
     if ranks.world_size > 1:
         raise BadInput("this command is a single process; start it without torchrun")
+    for path in dict.fromkeys(path for _, some in places for _, path in some):
+        _check_head(path)
     models: list[dict[str, Any]] = []
     for name, some in places:
         points: list[dict[str, Any]] = []
@@ -112,6 +115,22 @@ def _check_steps(places: list[tuple[str, list[tuple[int | None, Path]]]]) -> Non
             raise BadInput(
                 f"{some[-1][1]} and {other[-1][1]} have the name {name!r}, but were not kept at "
                 "the same steps; give them different names"
+            )
+
+
+def _check_head(path: Path) -> None:
+    """Raise BadInput, naming the checkpoint, if it has no MLM head or a weight is not finite."""
+    loaded = checkpoints.load(path)
+    if loaded.task is None or not loaded.task.predicts_masked:
+        raise BadInput(
+            f"{path} has no MLM head, which scores the sentences; give a checkpoint that was "
+            "trained with head=mlm"
+        )
+    for name, weight in loaded.weights.items():
+        if not torch.isfinite(weight).all():
+            raise BadInput(
+                f"{path}: the weight {name} is not finite (NaN or infinite): the weights are "
+                "damaged, or training diverged; give another checkpoint"
             )
 
 

@@ -16,9 +16,9 @@ def of_stores(name: str) -> str:
 
 
 def spread(values: Any) -> dict[str, float]:
-    """The mean and the standard deviation (n - 1) of some numbers; the deviation of one is 0."""
-    deviation = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-    return {"mean": float(np.mean(values)), "deviation": deviation}
+    """The mean and the standard deviation (n - 1) of some numbers; one number has no deviation."""
+    mean = {"mean": float(np.mean(values))}
+    return mean | {"deviation": float(np.std(values, ddof=1))} if len(values) > 1 else mean
 
 
 def plus_minus(mean: float, deviation: float, runs: int) -> str:

@@ -306,6 +306,16 @@ def look_inside(
     return batch, result
 
 
+def check_finite(examples: Examples) -> None:
+    """Raise BadInput, as `look_inside` does, if a hidden state of any model is not finite.
+
+    Analyses call this before long work on the first model.
+    """
+    for loaded in examples.models:
+        for part in examples.parts():
+            look_inside(loaded, part)
+
+
 def check_hidden_finite(
     x: Tensor, batch: Batch[np.ndarray], loaded: LoadedModel, what: str
 ) -> None:
@@ -332,7 +342,7 @@ def parse_layers(text: str, most: int, path: str, key: str = "layers") -> list[i
     if text == "last":
         return [most]
     numbers = text.strip("[] ").split(",")
-    if not all(n.strip().isdigit() and int(n) <= most for n in numbers):
+    if not all(n.strip().isdecimal() and int(n) <= most for n in numbers):
         raise BadInput(
             f"{key}={text}: {path} has the layers 0 to {most}; give all, last, or numbers such as "
             f"0,{most}"

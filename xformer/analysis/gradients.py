@@ -8,7 +8,8 @@ For every pair of examples it computes the cosine between their gradients, over 
 result is the distribution of these cosines, with its mean, median and minimum (Sankararaman et al.
 2020; Kao & Lee 2021, F.2 and figure 11). The store decides the loss: masked language modelling for
 texts, otherwise the task of its labels. If a checkpoint has no head for that loss, it gets a new
-one, initialised with `seed`.
+one, initialised with `seed`. A checkpoint that was pre-trained with a pair head keeps its own loss
+on a store of such pairs.
 
 One packed backward pass serves all examples. The gradient of the whole model is never stored per
 example. For a weight matrix, the inner product of two examples' gradients is the sum over their
@@ -36,7 +37,7 @@ from xformer.analysis.examples import (
     Examples,
     ExamplesConfig,
     LoadedModel,
-    look_inside,
+    check_finite,
     open_examples,
 )
 from xformer.analysis.subcommand import Subcommand, publish
@@ -45,10 +46,11 @@ from xformer.data import style
 from xformer.data.batch import Batch
 from xformer.data.display import many, say
 from xformer.data.errors import BadInput, Failure
+from xformer.data.store import Store
 from xformer.model.encoder import Encoder
 from xformer.ops.native import only_plain
 from xformer.tasks.known import TASKS
-from xformer.tasks.task import Head, Model, to_device
+from xformer.tasks.task import Head, Model, Task, to_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -418,18 +420,24 @@ def run(paths: list[str], config: GradientsConfig) -> None:
     """`python -m xformer.analysis gradients CHECKPOINT ... key=value ...`"""
     examples = open_examples(config, paths)
     rows = _labelled(examples)
+    store = examples.store
+    masked = TASK_OF_STORE[store.kind].predicts_masked
+    masked |= any(_reads_pairs(loaded.checkpoint.task, store) for loaded in examples.models)
+    if not masked and "masking" in config.model_fields_set:
+        raise BadInput(
+            f"masking= applies only to masked language modelling, but {store.name} is of kind "
+            f"{store.kind!r}, so its labels are predicted: leave it out"
+        )
+    check_finite(examples)
     summaries: list[dict[str, Any]] = []
     for loaded in examples.models:
         model, fresh = _with_head(loaded, examples, config)
         batch = to_device(_batch(loaded, rows, config, model), loaded.device)
         values, norms = cosines(inner_products(model, batch))
-        if not np.isfinite(norms).all():
-            for row in rows:
-                look_inside(loaded, np.array([row]))  # raises BadInput with the layer
         summaries.append(
             {
                 "name": loaded.name,
-                "head": model.task.name if model.task else "none",
+                "head": _head_in_words(model),
                 "fresh_head": fresh,
                 **_summary(values, norms, loaded),
             }
@@ -482,6 +490,8 @@ def _with_head(
             "rows, so a single row does not have a gradient; give another store"
         )
     task, own = TASK_OF_STORE[store.kind], checkpoint.task
+    if _reads_pairs(own, store):
+        return loaded.model, False
     labels = tuple(store.labels) if task.named_classes else ()
     if type(own) is task and (not task.named_classes or own.head.labels == labels):
         return loaded.model, False
@@ -495,6 +505,20 @@ def _with_head(
         error=True,
     )
     return made.model().to(loaded.device), True
+
+
+def _reads_pairs(task: Task | None, store: Store) -> bool:
+    """Whether a checkpoint's own task is MLM with a pair head, for the classes of this store."""
+    if task is None or store.kind != "class":
+        return False
+    return task.head.pair_scale > 0 and task.head.labels == tuple(store.labels)
+
+
+def _head_in_words(model: Model) -> str:
+    """What a model's head predicts, as the result and the figure name it."""
+    if model.task is None:
+        return "none"
+    return f"{model.task.name} + pair" if model.task.head.pair_scale else model.task.name
 
 
 def _batch(
@@ -526,10 +550,9 @@ def _summary(values: np.ndarray, norms: np.ndarray, loaded: LoadedModel) -> dict
         )
     return {
         "pairs": len(values),
-        "mean": float(values.mean()),
+        **drawing.spread(values),
         "median": float(np.median(values)),
         "minimum": float(values.min()),
-        "deviation": float(values.std()),
         "negative": float((values < 0).mean()),
         "without_gradient": without,
         "cosines": np.round(values, 7).tolist(),
@@ -580,9 +603,9 @@ def draw(result: dict[str, Any]) -> Figure:
     axes.set_xlim(-0.6, len(summaries) - 0.4)
     store = drawing.of_stores(result["data"]["store"])
     axes.set_ylabel("cosine of two examples' gradients")
-    axes.set_title(
-        f"{many(len(result['rows']), 'example')} of {store}\nhead: {summaries[0]['head']}"
-    )
+    heads = [f"{s['head']} (new)" if s.get("fresh_head") else s["head"] for s in summaries]
+    different = ", ".join(dict.fromkeys(heads))
+    axes.set_title(f"{many(len(result['rows']), 'example')} of {store}\nhead: {different}")
     figure.supxlabel(
         "line median, dashes mean,\ntriangle minimum, whiskers the range",
         fontsize=8,

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
-from torch.func import functional_call, jvp
+from torch import Tensor, nn
+from torch.func import jvp
 
 from xformer.analysis import drawing
-from xformer.analysis.examples import ExamplesConfig, LoadedModel, look_inside, open_examples
+from xformer.analysis.examples import ExamplesConfig, LoadedModel, check_finite, open_examples
 from xformer.analysis.subcommand import Subcommand, publish, with_progress
 from xformer.data import style
 from xformer.data.batch import Batch
@@ -70,10 +71,11 @@ def last_hidden_from_words(loaded: LoadedModel, batch: Batch) -> tuple[Function,
     """The function from the word embeddings of one example to its last hidden states, and these
     word embeddings (L, E).
 
-    The function replaces the embedding table by its argument: token k of the packed batch looks up
-    row k. It takes a batch of copies of the example, so one backward pass gives the products of all
-    copies; `vmap` would loop over LayerNorm, GELU and softmax. It uses the reference implementation
-    of every op, because only plain PyTorch has forward-mode derivatives.
+    The function replaces the output of the word embeddings by its argument. The tokens themselves
+    stay, because the embeddings of an ESM-2 are scaled by the number of its mask tokens. It takes a
+    batch of copies of the example, so one backward pass gives the products of all copies; `vmap`
+    would loop over LayerNorm, GELU and softmax. It uses the reference implementation of every op,
+    because only plain PyTorch has forward-mode derivatives.
     """
     encoder, device = loaded.model.encoder, loaded.device
     L = len(batch.tokens)
@@ -84,12 +86,18 @@ def last_hidden_from_words(loaded: LoadedModel, batch: Batch) -> tuple[Function,
     def last_hidden(words: Tensor) -> Tensor:
         B = len(words)
         ends = torch.arange(B + 1, dtype=torch.int32, device=device) * L
-        packed = Batch(
-            torch.arange(B * L, device=device), positions.repeat(B), segments.repeat(B), ends, L
-        )
-        table = {"embeddings.word.weight": words.flatten(0, 1)}
-        with only_plain():
-            hidden: Tensor = functional_call(encoder, table, (packed,))
+        packed = Batch(tokens.repeat(B), positions.repeat(B), segments.repeat(B), ends, L)
+
+        def replaced(_: nn.Module, inputs: object, looked_up: Tensor) -> Tensor:
+            rows = words.flatten(0, 1)  # the encoder may have added tokens of padding
+            return F.pad(rows, (0, 0, 0, len(looked_up) - len(rows)))
+
+        hook = encoder.embeddings.word.register_forward_hook(replaced)
+        try:
+            with only_plain():
+                hidden: Tensor = encoder(packed)
+        finally:
+            hook.remove()
         return hidden.unflatten(0, (B, L))
 
     return last_hidden, encoder.embeddings.word.weight.detach()[tokens]
@@ -209,12 +217,15 @@ def _orthogonalised(x: Tensor, others: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 def run(paths: list[str], config: JacobianConfig) -> None:
     """`python -m xformer.analysis jacobian CHECKPOINT ... key=value ...`"""
+    if not config.whole and (unused := sorted(config.model_fields_set & {"steps", "probes"})):
+        raise BadInput(f"{unused[0]}= applies only with whole=true: give that too, or leave it out")
     examples = open_examples(config, paths, DEFAULT_TOKENS)
     if config.token >= examples.sizes.min():
         raise BadInput(
             f"token={config.token}: the shortest of the drawn rows has {examples.sizes.min()} "
             f"tokens; give a number from 0 to {examples.sizes.min() - 1}"
         )
+    check_finite(examples)
     for loaded in examples.models:
         loaded.model.requires_grad_(False)
     work = [(loaded, int(row)) for loaded in examples.models for row in examples.rows]
@@ -229,8 +240,8 @@ def run(paths: list[str], config: JacobianConfig) -> None:
         "spectra": summaries,
     }
     line = "jacobian " + "; ".join(
-        f"{s['name']}: median {s['median']['mean']:.3g} ± {s['median']['deviation']:.2g}, largest "
-        f"{s['largest']['mean']:.3g}, {100 * s['near_one']['mean']:.1f} % between 1/2 and 2"
+        f"{s['name']}: median {_in_line(s['median'])}, largest {s['largest']['mean']:.3g}, "
+        f"{100 * s['near_one']['mean']:.1f} % between 1/2 and 2"
         for s in summaries
     )
     line += f" on {many(len(examples.rows), 'example')}, output token {config.token}"
@@ -238,9 +249,15 @@ def run(paths: list[str], config: JacobianConfig) -> None:
     publish(config, result, draw, line, metrics)
 
 
+def _in_line(spread: dict[str, float]) -> str:
+    """A mean and, if there is one, its deviation: 1.04 ± 0.12."""
+    text = f"{spread['mean']:.3g}"
+    return f"{text} ± {spread['deviation']:.2g}" if "deviation" in spread else text
+
+
 def _of_example(loaded: LoadedModel, row: int, config: JacobianConfig) -> dict[str, Any]:
     """The singular values for one row, and under "whole" the estimate for all output tokens."""
-    batch, _ = look_inside(loaded, np.array([row]))  # raises BadInput if a number is not finite
+    batch = loaded.assembler.batch(np.array([row]))
     function, x = last_hidden_from_words(loaded, batch)
     exact = singular_values(jacobian_of_token(function, x, config.token))
     result: dict[str, Any] = {"row": row, "tokens": len(x), "values": exact.tolist()}
@@ -296,7 +313,8 @@ def draw(result: dict[str, Any]) -> Figure:
 def _draw_one_token(axes: Any, spectra: list[dict[str, Any]], title: str) -> None:
     """Histograms of exact singular values, as means and deviations over examples."""
     of_models = [[np.array(row["values"]) for row in s["examples"]] for s in spectra]
-    largest = max(float(values.max()) for examples in of_models for values in examples)
+    # a Jacobian of zeros has no largest value for the axes
+    largest = max(float(values.max()) for examples in of_models for values in examples) or 1.0
     smallest = min(float(values.min()) for examples in of_models for values in examples)
     low = max(smallest, SMALLEST_SHARE * largest)
     edges = (
@@ -339,6 +357,8 @@ def _draw_whole(axes: Any, spectra: list[dict[str, Any]]) -> None:
     The nodes resolve the few large singular values, but only one or two nodes represent the many
     small ones. A histogram would be misleading, so the share above each value is drawn.
     """
+    every = [row["whole"] for s in spectra for row in s["examples"]]
+    low = SMALLEST_SHARE * (max(row["largest"] for row in every) or 1.0)
     for i, spectrum in enumerate(spectra):
         for number, row in enumerate(spectrum["examples"]):
             nodes, weights = (np.array(row["whole"][key]).ravel() for key in ("nodes", "weights"))
@@ -350,7 +370,8 @@ def _draw_whole(axes: Any, spectra: list[dict[str, Any]]) -> None:
                 "label": drawing.short(spectrum["name"]) if number == 0 else None,
             }
             for panel, mass in zip(axes, (weights, weights * nodes**2), strict=True):
-                panel.step(nodes[order], np.cumsum(mass[order]) / mass.sum(), where="post", **look)
+                share = np.cumsum(mass[order]) / (mass.sum() or 1.0)
+                panel.step(np.maximum(nodes[order], low), share, where="post", **look)
     for panel, what in zip(axes, ("singular values", "all their squares"), strict=True):
         panel.set(
             xscale="log",
@@ -360,8 +381,8 @@ def _draw_whole(axes: Any, spectra: list[dict[str, Any]]) -> None:
         )
         panel.axvline(1, color=style.FAINT, ls="--", lw=1.2)
     axes[0].set_yscale("log")
-    every = [row["whole"]["singular_values"] for s in spectra for row in s["examples"]]
-    axes[0].set_ylim(bottom=0.5 / max(every))  # half of one singular value
+    most = max(row["singular_values"] for row in every)
+    axes[0].set_ylim(bottom=0.5 / most)  # half of one singular value
     for axis in (axes[0].xaxis, axes[0].yaxis, axes[1].xaxis):
         style.plain_ticks(axis)
     axes[1].set_ylim(0, 1.02)

@@ -97,11 +97,12 @@ def outputs(encoder: nn.Module, loaded: LoadedModel, examples: Examples) -> list
 def output_distances(before: list[Tensor], after: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
     """Each example's L2 distance, (N,), and its ratio to the norm of the outputs before, (N,).
 
-    Distances and norms are averaged over the example's tokens.
+    Distances and norms are averaged over the example's tokens. If all outputs before are 0, the
+    ratio is NaN.
     """
     pairs = list(zip(before, after, strict=True))
     apart = [float((b - a).norm(dim=1).mean()) for a, b in pairs]
-    size = [float(a.norm(dim=1).mean()) for a, _ in pairs]
+    size = [float(a.norm(dim=1).mean()) or np.nan for a, _ in pairs]
     return np.array(apart), np.array(apart) / np.array(size)
 
 
@@ -127,7 +128,13 @@ def run(paths: list[str], config: PerturbationConfig) -> None:
     for loaded, number in with_progress(work, len(work), "draws"):
         for deviation in config.deviations:
             moved = perturbed(encoders[loaded.path], deviation, config.seed, number)
-            after = outputs(moved, loaded, examples)
+            try:
+                after = outputs(moved, loaded, examples)
+            except BadInput:  # without noise the outputs are finite
+                raise BadInput(
+                    f"deviations: noise of {deviation:g} is too large for {loaded.path}: its "
+                    "outputs are not finite; give smaller numbers"
+                ) from None
             of_draw = output_distances(before[loaded.path], after)
             distances[loaded.path][deviation].append(of_draw)
     models: list[dict[str, Any]] = [
@@ -159,12 +166,14 @@ def _key(deviation: float) -> str:
 
 
 def _summary(deviation: float, of_draws: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-    """The distances for noise of one size, over examples and draws."""
+    """The distances for noise of one size, over examples and draws. `relative` is None if the
+    outputs without noise are 0."""
     absolute, relative = (np.concatenate([draw[i] for draw in of_draws]) for i in (0, 1))
+    ratio = float(relative.mean())
     return {
         "std": deviation,
         **drawing.spread(absolute),
-        "relative": float(relative.mean()),
+        "relative": ratio if np.isfinite(ratio) else None,
         "by_draw": [float(a.mean()) for a, _ in of_draws],
     }
 
@@ -180,7 +189,7 @@ def draw(result: dict[str, Any]) -> Figure:
     for i, model in enumerate(models):
         places = np.arange(len(model["noise"])) + (i + 0.5) * width - 0.4
         mean = np.array([n["mean"] for n in model["noise"]])
-        above = np.array([n["deviation"] for n in model["noise"]])
+        above = np.array([n.get("deviation", np.nan) for n in model["noise"]])  # NaN: no bar
         # An error bar cannot reach 0 on a logarithmic axis.
         below = np.minimum(above, 0.9 * mean)
         axes.bar(places, mean, width * 0.92, color=f"C{i}", label=drawing.short(model["name"]))

@@ -30,7 +30,7 @@ from xformer.analysis.factor import Basis, Factor, basis
 from xformer.analysis.subcommand import Subcommand, publish
 from xformer.config import Paths
 from xformer.data import style
-from xformer.data.display import say
+from xformer.data.display import many, say
 from xformer.data.errors import BadInput
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 Variant = Literal["definition", "svcca", "anatome"]
 LayerStream = Callable[[], Iterator[tuple[list[Tensor], list[Tensor]]]]
 KEPT_VARIANCE = 0.99  # by SVCCA (Raghu et al. 2017, section 2)
+EQUAL = 1 - 1e-6  # different networks rarely have a `cca` above this
 MEASURES = ("pwcca", "svcca", "cca", "cka")
 
 
@@ -139,6 +140,25 @@ def too_few(samples: int, ranks: tuple[int, int]) -> str:
         f"{samples:,} tokens are too few for {ranks[0]} and {ranks[1]} directions: some "
         f"correlations are 1 for any data; use more than {sum(ranks):,} tokens, and ideally "
         f"{10 * max(ranks):,}"
+    )
+
+
+def too_similar(similarities: list[list[dict[str, Any]]], layers: list[list[int]]) -> str:
+    """A warning if `cca` is 1 for a layer of one network and a layer of another, otherwise "".
+    `similarities` has a row for each layer of the first network. `layers` are the layers' numbers.
+    """
+    equal = [
+        f"{first} and {second}"
+        for first, row in zip(layers[0], similarities, strict=True)
+        for second, cell in zip(layers[1], row, strict=True)
+        if cell["cca"] > EQUAL
+    ]
+    if not equal:
+        return ""
+    more = f" (and {many(len(equal) - 1, 'other pair')})" if equal[1:] else ""
+    return (
+        f"cca is 1 for the layers {equal[0]}{more}: unless they compute the same, they depend on "
+        "too few distinct inputs for CCA; look at cka, or give more distinct text"
     )
 
 
@@ -358,6 +378,9 @@ def run(paths: list[str], config: PwccaConfig) -> None:
         similarities = _compare_layers(lambda: stream_of(chosen), chosen, config.variant)
     except ValueError as error:
         raise BadInput(str(error)) from None
+    weights = {checkpoint["weights"] for checkpoint in described["checkpoints"]}
+    if len(weights) > 1 and (message := too_similar(similarities, chosen)):
+        say(f"warning: {message}", error=True)
     result = {
         "analysis": "pwcca",
         "variant": config.variant,

@@ -162,8 +162,8 @@ def publish(
                 raise Failure(f"{name}: {group}.{key} is {value}: no result is written")
     make_directory(out, "out=")
     result = {**result, "metrics": metrics, "made": origin()}
+    write_json(out / f"{name}.json", result)  # first: it can be drawn again
     figures = style.write_light_and_dark(partial(draw, result), out, name)
-    write_json(out / f"{name}.json", result)
     if config.run is not None:
         _to_tensorboard(Path(config.run), name, out / f"{name}.png", line, metrics)
     say(line)

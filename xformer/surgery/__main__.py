@@ -11,6 +11,7 @@ shows it.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from itertools import chain
 from pathlib import Path
@@ -20,7 +21,8 @@ from xformer.checkpoint import Checkpoint
 from xformer.config import type_and_default, wrapped
 from xformer.data.arguments import CommandParser, add_checkpoint, add_out, whole_number
 from xformer.data.display import say
-from xformer.data.errors import typed
+from xformer.data.errors import BadInput, typed
+from xformer.data.files import PACKAGE
 from xformer.data.outputs import check_directory
 from xformer.start import run
 from xformer.surgery.registry import (
@@ -40,6 +42,12 @@ def main() -> None:
     began = time.perf_counter()
     arguments = make_parser().parse_args()
     steps = [parse_operation(text) for text in arguments.operations]
+    out = Path(os.path.relpath(arguments.out))
+    if out.parent == Path("micro") and (PACKAGE / out).is_dir():
+        raise BadInput(
+            f"{arguments.out} is the name of a checkpoint that comes with the package, which the "
+            "new one would hide; give another output"
+        )
     read = [checkpoints.resolve(arguments.checkpoint)]
     read += [Path(step.arguments["source"]) for step in steps if step.op == "transplant"]
     check_directory(arguments.out, arguments.overwrite, ("manifest.json",), *read)
@@ -72,12 +80,16 @@ def make_parser() -> CommandParser:
 
 
 def summary(before: Checkpoint, after: Checkpoint) -> str:
-    """How many parameters and new weights a checkpoint has, in one line."""
+    """How many parameters and weights a checkpoint has, how many of these weights have values that
+    no weight had before, and which parts other than layers were left out, in one line."""
     old = {id(weight) for weight in before.weights.values()}
     new = sum(id(weight) not in old for weight in after.weights.values())
     parameters = sum(weight.numel() for weight in after.weights.values())
-    count = f"{new} of {len(after.weights)}" if new < len(after.weights) else f"all {new}"
-    return f"{parameters:,} parameters, {count} weights new"
+    count = f"{new} of them" if new < len(after.weights) else "all of them"
+    line = f"{parameters:,} parameters, {len(after.weights)} weights, {count} with new values"
+    first, last = ({name.split(".")[0] for name in c.weights} for c in (before, after))
+    gone = f", without {' and '.join(sorted(first - last))}" if first - last else ""
+    return line + gone
 
 
 def help_lines(known: Registered) -> list[str]:
