@@ -590,11 +590,17 @@ def test_the_length_of_training_is_exported(
     ):
         hf.to_hf(start if head is None else start.with_head(head, 0), tmp_path / name)
         assert read_json(tmp_path / name / "tokenizer_config.json")["model_max_length"] == limit
-    for said, limit in ((1e30, longest), (11, 11)):
+    for i, (said, limit) in enumerate(
+        ((1e30, longest), (11, 11), (11.0, 11), ("12", longest), (None, longest), (0, longest))
+    ):
         tokenizer = copy(start.tokenizer)
         tokenizer.published = {"model_max_length": said}
-        published.export_tokenizer(tokenizer, tmp_path, longest)
-        assert read_json(tmp_path / "tokenizer_config.json")["model_max_length"] == limit
+        hf.to_hf(replace(start, tokenizer=tokenizer), tmp_path / str(i))
+        assert read_json(tmp_path / str(i) / "tokenizer_config.json")["model_max_length"] == limit
+    short = replace(start, tokenizer=tokenizer).with_head(Head("regress", max_tokens=9), 0)
+    tokenizer.published = {"model_max_length": 10}  # of an earlier fine-tuning
+    hf.to_hf(short, tmp_path / "again")
+    assert read_json(tmp_path / "again/tokenizer_config.json")["model_max_length"] == 9
 
 
 def test_a_unigram_of_ours_composes_letters_in_transformers_too(tmp_path: Path) -> None:

@@ -2689,7 +2689,9 @@ def test_jobs_of_a_killed_study_are_waited_for(cluster: Path, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the imitated cluster is tried on Linux only")
-def test_what_is_asked_of_a_cluster(cluster: Path, tmp_path: Path) -> None:
+def test_what_is_asked_of_a_cluster(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Cores, GPUs and memory are those of each process. What sbatch refuses is one line."""
     pytest.importorskip("submitit")
     options: dict[str, bool | int | float | str] = {
@@ -2709,6 +2711,15 @@ def test_what_is_asked_of_a_cluster(cluster: Path, tmp_path: Path) -> None:
         assert asked > {f"cpus-per-task={3 * times}", f"gpus-per-node={times}", "account=me"}
         assert asked > {f"mem={4 * times}GB", "time=30", "requeue", "exclusive"}
         assert jobs[number - 1].path.read_text() == "3"
+    executor = pool.Slurm(tmp_path, {"timeout_min": 30, "exclusive": False})
+    handle = executor.start(job(tmp_path, "late", STOPS), [0])
+    monkeypatch.setattr(pool, "LISTED", 1000.0)  # the newest list is older than this job
+    monkeypatch.setattr(pool, "LOST", -1000.0)
+    assert handle.exitcode is None
+    script = (cluster / f"{handle.submitted.job_id}.script").read_text()
+    assert "exclusive" not in script
+    handle.terminate()
+    assert executor._left() == {}
     executor = pool.Slurm(tmp_path, {"timeout_min": 30, "partition": "wrong"})
     with pytest.raises(BadInput, match="refused 'last': invalid partition specified: wrong"):
         pool.run_jobs([job(tmp_path, "last", "")], executor, lambda _: None, lambda _: None)
@@ -2733,7 +2744,7 @@ def test_slurm_is_missed_by_name(forks: Forks, file: Path, data: Path, tmp_path:
     ("arguments", "words"),
     [
         (["slurm.partition=gpu"], r"slurm\.partition needs executor=slurm"),
-        (["executor=slurm", "jobs=2"], "jobs= is for executor=local"),
+        (["executor=slurm", "slurm.timeout-min=9"], r"write slurm\.timeout_min"),
         (["executor=slurm", "slurm.partition=gpu"], r"such as slurm\.timeout_min=600"),
         (["executor=slurm", "slurm.time=1:00"], r"slurm\.timeout_min=MINUTES is the time limit"),
         (["executor=slurm", "slurm.timeout_min=1.5"], "a whole number above 0"),

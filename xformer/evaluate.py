@@ -44,7 +44,7 @@ from xformer.parallel import processes
 from xformer.parallel.precision import fast_on, reason_for_bf16, speed_note
 from xformer.parallel.processes import ALONE, Ranks, SystemConfig
 from xformer.predictions import write
-from xformer.scoring import check_kind, check_windows, longest_remedy, outputs_of, score
+from xformer.scoring import check_kind, long_windows, longest_remedy, outputs_of, score
 from xformer.tasks.known import TASKS
 from xformer.tasks.task import Predictions, Task, as_table, check_finite, to_device
 
@@ -342,9 +342,7 @@ def assembler_for(checkpoint: Checkpoint, store: Store, split: str, spec: str | 
     else:
         size = checkpoint.config.vocab_size
         array = mapping.build_mapping(spec or head.mapping, store, checkpoint.tokenizer, size)
-    rows = Assembler(store.split(split), checkpoint.tokenizer, checkpoint.max_tokens, array)
-    check_windows(task, rows, store, split)
-    return rows
+    return Assembler(store.split(split), checkpoint.tokenizer, checkpoint.max_tokens, array)
 
 
 def _check_classes(store: Store, task: Task) -> None:
@@ -358,9 +356,10 @@ def _check_classes(store: Store, task: Task) -> None:
     if unknown := sorted(set(store.labels) - set(known)):
         what = f"labels that are not classes of the checkpoint: {', '.join(unknown)}"
     line = f"{store.name} has {what}; the checkpoint knows {', '.join(known)}"
-    if set(store.labels) == set(known):
-        names = ",".join(f'"{name}"' if "," in name else name for name in known)
-        line += f": make the store again with {shlex.join(['--labels', names])}"
+    if set(store.labels) == set(known) and store.kind in ("class", "tag"):
+        names = StringIO()
+        csv.writer(names, lineterminator="").writerow(known)
+        line += f": make the store again with {shlex.join(['--labels', names.getvalue()])}"
     elif set(store.labels) & set(known):
         line += ": make the store again with --train FILE, the training file of this checkpoint"
     raise BadInput(line)
@@ -398,6 +397,8 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
         return
     letters = assembler.max_tokens - assembler.extra
     _say_truncated(checkpoint, assembler, longest_remedy(task.head, letters))
+    if line := long_windows(task, assembler, store, config.split):
+        say(f"warning: {line}, or answers are lost", error=True)
     if note := task.note(assembler.split):
         say(note, error=True)
     notes = [] if task.predicts_masked else _trained_on(name, store, assembler.split)

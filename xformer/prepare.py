@@ -32,7 +32,7 @@ from xformer.parallel.precision import fast_on, reason_for_bf16
 from xformer.parallel.processes import Ranks
 from xformer.recipe import UNUSED, Recipe
 from xformer.run import Run
-from xformer.scoring import check_kind, check_windows
+from xformer.scoring import check_kind, long_windows
 from xformer.setup import Setup, planned_samples
 from xformer.surgery import registry
 from xformer.tasks.classify import balanced
@@ -92,7 +92,8 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
         )
     for name in store.splits:
         rows = Assembler(store.split(name), start.tokenizer, recipe.batch.max_tokens)
-        check_windows(task, rows, store, name)
+        if line := long_windows(task, rows, store, name):
+            raise BadInput(line)
     before, start = start, start.with_head(head, recipe.seed.of("weights"))
     fresh, dropped = checkpoints.changed_weights(before, start)
     if array is not None or recipe.mapping == "ids":

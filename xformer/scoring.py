@@ -127,11 +127,12 @@ def check_kind(kind: str, task: Task | type[Task], store: object) -> None:
         )
 
 
-def check_windows(task: Task, rows: Assembler, store: Store, name: str) -> None:
-    """Raise BadInput if windows of contexts would be truncated. A row would lose its answer, and
+def long_windows(task: Task, rows: Assembler, store: Store, name: str) -> str:
+    """A line if windows of contexts would be truncated, else "". A row would lose its answer, and
     the end of the context would be in no row."""
-    if task.has_questions and (longest := rows.longest()) > rows.max_tokens:
-        raise BadInput(
-            f"{store.name}: the longest window of {name} has {longest} tokens, but rows have "
-            f"{rows.max_tokens} here; make the store again with --max-tokens {rows.max_tokens}"
-        )
+    if not task.has_questions or (longest := rows.longest()) <= rows.max_tokens:
+        return ""
+    return (
+        f"{store.name}: the longest window of {name} has {longest} tokens, but rows have "
+        f"{rows.max_tokens} here; make the store again with --max-tokens {rows.max_tokens}"
+    )

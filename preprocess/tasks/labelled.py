@@ -153,6 +153,8 @@ def given_labels(names: str | None) -> list[str] | None:
     """The classes of --labels. Raises BadInput if a name is empty or repeated."""
     if not names:
         return None
+    if len(names.splitlines()) > 1:
+        raise BadInput("--labels: give all names in one line")
     labels = [name.strip() for name in next(csv.reader([names], skipinitialspace=True))]
     if len(set(labels)) != len(labels):
         raise BadInput(f"--labels {names}: give each class once")

@@ -175,6 +175,7 @@ def run(arguments: argparse.Namespace) -> None:
     extra = 2 + tokenizer.pair_separators
     if arguments.max_tokens is None:
         arguments.max_tokens = min(LONGEST, longest_row(arguments.tokenizer) or LONGEST)
+        arguments.max_question = min(arguments.max_question, arguments.max_tokens // 2)
         if arguments.max_tokens < LONGEST:
             rows = f"windows of {arguments.max_tokens} tokens, because the model of"
             say(

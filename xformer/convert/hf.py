@@ -618,8 +618,9 @@ def to_hf(
     tensors |= modern.frequency_tensors(family, checkpoint, prefix)
     dtype, tensors = _in_their_dtypes(checkpoint, family, tensors)
     config, task = checkpoint.config, checkpoint.task
-    whole = task is None or task.predicts_masked  # other heads know rows of their length alone
-    longest = config.max_positions if whole else checkpoint.max_tokens
+    longest = published.published_limit(checkpoint.tokenizer, config.max_positions)
+    if task is not None and not task.predicts_masked and checkpoint.max_tokens < longest:
+        longest = checkpoint.max_tokens  # the head knows rows of this length alone
     with atomic_directory(out, overwrite) as directory:
         save_tensors(tensors, directory / "model.safetensors")
         write_json(directory / "config.json", _their_config(checkpoint, family, dtype))

@@ -35,9 +35,9 @@ class Training:
         return dict(self.starts[-1]["config"])
 
     def remade(self, store: Store) -> bool:
-        """Whether a store lies where the run's was, but has another content."""
+        """Whether a store lies where the run's only store was, but has another content."""
         paths = [Path(path).resolve() for path in _stores(self.config)]
-        return self.key != store.key and Path(store.name).resolve() in paths
+        return self.key != store.key and paths == [Path(store.name).resolve()]
 
     @property
     def data(self) -> list[str]:

@@ -608,9 +608,9 @@ def export_tokenizer(
 
     The AutoTokenizer of `transformers` reads the files and gives the same ids, with special tokens
     around a text or a pair. There, a special token that is spelled out in a text gets its id.
-    `longest` is the length limit of a row, special tokens included; a lower one that the publisher
-    gave takes precedence. `segments` says whether the model has different segments for the texts of
-    a pair. They are left out if the published tokenizer gave none.
+    `longest` is the length limit of a row, special tokens included. `segments` says whether the
+    model has different segments for the texts of a pair. They are left out if the published
+    tokenizer gave none.
     """
     from tokenizers import processors
 
@@ -648,7 +648,8 @@ def export_tokenizer(
     options = {
         "tokenizer_class": _transformers_class(tokenizer, segments),
         "model_input_names": ["input_ids", *["token_type_ids"] * segments, "attention_mask"],
-        **_kept(tokenizer, longest),
+        **_kept(tokenizer),
+        "model_max_length": longest,
         **names,
         **_normalisation_options(tokenizer),
     }
@@ -666,15 +667,24 @@ def _export_esm(tokenizer: Tokenizer, directory: Path, longest: int) -> None:
     (directory / "vocab.txt").write_text("\n".join(tokenizer.pieces), encoding="utf-8")
     roles = {**ESM_SPECIAL, "eos": ESM_SPECIAL["sep"]}
     names = {f"{role}_token": piece for role, piece in roles.items() if role != "sep"}
-    options = {"tokenizer_class": ESM_CLASS, **_kept(tokenizer, longest), **names}
+    options = {"tokenizer_class": ESM_CLASS, **_kept(tokenizer), "model_max_length": longest}
+    options |= names
     write_json(directory / "tokenizer_config.json", options)
     write_json(directory / "special_tokens_map.json", names)
 
 
-def _kept(tokenizer: Tokenizer, longest: int) -> dict[str, Any]:
-    """The published options, with the length limit. `transformers` publishes 1e30 for no limit."""
-    kept = {name: tokenizer.published[name] for name in KEPT if name in tokenizer.published}
-    return {**kept, "model_max_length": min(kept.get("model_max_length", longest), longest)}
+def _kept(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The published options that do not change the ids."""
+    return {name: tokenizer.published[name] for name in KEPT if name in tokenizer.published}
+
+
+def published_limit(tokenizer: Tokenizer, longest: int) -> int:
+    """The published length limit of a row, if there is one below `longest`; else `longest`.
+    `transformers` writes 1e30 for no limit."""
+    limit = tokenizer.published.get("model_max_length")
+    if not isinstance(limit, int | float) or isinstance(limit, bool) or not limit >= 1:
+        return longest
+    return int(min(limit, longest))
 
 
 def _flags(tokenizer: Tokenizer) -> dict[str, dict[str, bool]]:

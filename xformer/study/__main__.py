@@ -67,7 +67,8 @@ class Execution(Settings):
     depend on the run directories."""
     jobs: int = Field(0, ge=0)
     """How many jobs run at once. 0: one for each GPU or, without GPUs, one for each core. With more
-    jobs than GPUs, several jobs share a GPU."""
+    jobs than GPUs, several jobs share a GPU. On Slurm: how many are queued or run at once (0:
+    1,000)."""
     dry_run: bool = False
     """Only list the runs, how long they will take, and what is missing (also written --dry-run).
     If no run of a kind has been timed, the first steps of one are timed on this machine. All
@@ -176,8 +177,6 @@ def _root(settings: Execution) -> Path:
     executor are given."""
     if settings.slurm and settings.executor != "slurm":
         raise BadInput(f"slurm.{next(iter(settings.slurm))} needs executor=slurm")
-    if settings.jobs and settings.executor == "slurm":
-        raise BadInput("jobs= is for executor=local; Slurm decides how many jobs run at once")
     if settings.executor == "slurm":
         pool.check_slurm(settings.slurm)
     root = Path(settings.output)
@@ -210,7 +209,8 @@ def run_study(plan: Plan, settings: Execution, with_cost: bool = False) -> None:
         say(*cost_lines(costs, todo, slots))
     elif not slurm:
         say(*slow_lines(forecast, todo))
-    execute(plan, pool.Slurm(plan.root, settings.slurm) if slurm else here, ledger)
+    queue = pool.Slurm(plan.root, settings.slurm, settings.jobs or pool.QUEUED) if slurm else here
+    execute(plan, queue, ledger)
 
 
 def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:

@@ -219,14 +219,17 @@ def become(arguments: tuple[str, ...], log: str, environment: dict[str, str]) ->
 
 EACH = ("cpus_per_task", "gpus_per_node", "mem_gb")  # of each process; submitit's names
 OWN = ("time", "nodes", "ntasks", "ntasks_per_node", "array", "signal", "output", "error")
+QUEUED = 1000  # jobs at once, unless jobs= says how many
 TIMEOUTS = 100  # how often a job that reaches its time limit is queued again
 LISTED = 20.0  # seconds after which Slurm is asked for its jobs again
 LOST = 60.0  # seconds; the result of a job that has ended may be visible so much later over NFS
-KILLED = 600.0  # seconds after which a job that Slurm told to stop no longer expects to be killed
+KILLED = 3600.0  # seconds after which a job that Slurm told to stop no longer expects to be killed
 
 
 def check_slurm(options: Mapping[str, bool | int | float | str]) -> None:
     """Raises BadInput if an option is wrong, or if the time limit is missing."""
+    if wrong := next((name for name in options if "-" in name), ""):
+        raise BadInput(f"slurm.{wrong}: write slurm.{wrong.replace('-', '_')}")
     for name in OWN:
         if name in options:
             right = "slurm.timeout_min=MINUTES is the time limit" if name == "time" else "leave out"
@@ -246,12 +249,15 @@ class Slurm:
 
     `options` are `timeout_min`, the time limit, which is required; `cpus_per_task`,
     `gpus_per_node` and `mem_gb` for each process of a job; and any option of sbatch by its name,
-    such as `partition`.
+    such as `partition`. At most `slots` jobs are submitted at once.
     """
 
-    slots = 1000  # Slurm has a queue of its own
-
-    def __init__(self, directory: Path, options: Mapping[str, bool | int | float | str]):
+    def __init__(
+        self,
+        directory: Path,
+        options: Mapping[str, bool | int | float | str],
+        slots: int = QUEUED,
+    ):
         if shutil.which("sbatch") is None:
             raise BadInput("executor=slurm: there is no sbatch on this machine; use executor=local")
         check_slurm(options)
@@ -259,10 +265,11 @@ class Slurm:
             import submitit
         except ImportError:
             raise lacks("executor=slurm", "submitit", "slurm") from None
-        self.folder = directory / "slurm"
+        self.folder, self.slots = directory / "slurm", slots
         self.executor = submitit.AutoExecutor(self.folder, "slurm", slurm_max_num_timeout=TIMEOUTS)
         self.each = {name: int(options[name]) for name in EACH if name in options}
-        flags = {k: v for k, v in options.items() if k not in ("timeout_min", *EACH)}
+        other = {k: v for k, v in options.items() if k not in ("timeout_min", *EACH)}
+        flags = {key: value for key, value in other.items() if value is not False}
         self.executor.update_parameters(
             name="xformer",
             timeout_min=options["timeout_min"],
@@ -309,9 +316,15 @@ class Slurm:
         if time.monotonic() > self.looked + LISTED:
             self.looked = time.monotonic()
             line = ("squeue", "--noheader", "--me", "--format=%A")
-            answer = subprocess.run(line, capture_output=True, text=True)
-            if answer.returncode == 0:
+            try:
+                answer = subprocess.run(
+                    line, capture_output=True, text=True, check=True, timeout=60
+                )
                 self.answered, self.jobs = self.looked, set(answer.stdout.split())
+            except (OSError, subprocess.SubprocessError) as error:
+                if self.answered >= 0:  # say it once
+                    say(f"warning: jobs that die are not noticed, because {error}", error=True)
+                self.answered = -1.0
         return number in self.jobs or self.answered < since
 
 
@@ -325,7 +338,7 @@ class SlurmHandle:
 
     @property
     def exitcode(self) -> int | None:
-        """None while it waits or runs; 1 if it died."""
+        """None while it waits or runs; as if it was killed if Slurm no longer has it."""
         if self.submitted.paths.result_pickle.exists():
             try:
                 return int(self.submitted.result())
@@ -333,10 +346,12 @@ class SlurmHandle:
                 return 1
         if self.cluster.lists(self.submitted.job_id, self.seen):
             self.seen = time.monotonic()
-        return 1 if time.monotonic() > self.seen + LISTED + LOST else None
+        lost = time.monotonic() > self.seen + LISTED + LOST
+        return -signal.SIGKILL if lost else None
 
     def terminate(self) -> None:
         self.submitted.cancel(check=False)
+        self.submitted.paths.submitted_pickle.unlink(missing_ok=True)  # nobody takes it up again
 
     def join(self) -> None:
         pass  # the cluster takes care of it
