@@ -317,10 +317,8 @@ class Slurm:
             self.looked = time.monotonic()
             line = ("squeue", "--noheader", "--me", "--format=%A")
             try:
-                answer = subprocess.run(
-                    line, capture_output=True, text=True, check=True, timeout=60
-                )
-                self.answered, self.jobs = self.looked, set(answer.stdout.split())
+                answer = subprocess.check_output(line, text=True, timeout=60)
+                self.answered, self.jobs = self.looked, set(answer.split())
             except (OSError, subprocess.SubprocessError) as error:
                 if self.answered >= 0:  # say it once
                     say(f"warning: jobs that die are not noticed, because {error}", error=True)
