@@ -185,7 +185,7 @@ def test_the_limit_of_open_files_is_raised(tmp_path: Path) -> None:
 
 
 def test_windows_is_refused_in_one_line() -> None:
-    code = "import sys; sys.platform = 'win32'; from xformer.start import run; run(print)"
+    code = "import shutil, sys; sys.platform = 'win32'; from xformer.start import run; run(print)"
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
