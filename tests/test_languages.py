@@ -127,6 +127,7 @@ def test_text_under_few_unknown_tokens_of_a_context(
     for name in ("train", "dev"):
         (tmp_path / f"{name}.json").write_text(json.dumps({"data": data}))
     line = ["task", "squad", "--input", tmp_path, "--tokenizer", "micro/english"]
+    line += ["--max-tokens", "384"]
     preprocess(*line, "--output", tmp_path / "s")
     words = "does not know 0.654 % of the tokens and 13.8 % of the text of train"
     assert words in capsys.readouterr().err
