@@ -248,7 +248,7 @@ def test_every_model_can_score_sentences(
     checkpoints.save(replace(broken, weights={**broken.weights, **damaged}), tmp_path / "damaged")
     config = blimp.BlimpConfig(data=str(pairs), out=str(tmp_path / "o"), threads=1)
     for name, words in (
-        ("classes", "has no MLM head, which"),
+        ("classes", "has no MLM head to score"),
         ("damaged", "the weight mlm_head.bias is not finite"),
     ):
         with pytest.raises(BadInput, match=f"{name}:? {words}"):

@@ -119,12 +119,12 @@ def _check_steps(places: list[tuple[str, list[tuple[int | None, Path]]]]) -> Non
 
 
 def _check_head(path: Path) -> None:
-    """Raise BadInput, naming the checkpoint, if it has no MLM head or a weight is not finite."""
+    """Raise BadInput unless a checkpoint has an MLM head and all its weights are finite."""
     loaded = checkpoints.load(path)
     if loaded.task is None or not loaded.task.predicts_masked:
         raise BadInput(
-            f"{path} has no MLM head, which scores the sentences; give a checkpoint that was "
-            "trained with head=mlm"
+            f"{path} has no MLM head to score sentences with; give a checkpoint that was trained "
+            "with head=mlm"
         )
     for name, weight in loaded.weights.items():
         if not torch.isfinite(weight).all():

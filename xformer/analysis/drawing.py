@@ -16,7 +16,7 @@ def of_stores(name: str) -> str:
 
 
 def spread(values: Any) -> dict[str, float]:
-    """The mean and the standard deviation (n - 1) of some numbers; one number has no deviation."""
+    """The mean of some numbers and, of two or more, their standard deviation (n - 1)."""
     mean = {"mean": float(np.mean(values))}
     return mean | {"deviation": float(np.std(values, ddof=1))} if len(values) > 1 else mean
 

@@ -313,7 +313,7 @@ def draw(result: dict[str, Any]) -> Figure:
 def _draw_one_token(axes: Any, spectra: list[dict[str, Any]], title: str) -> None:
     """Histograms of exact singular values, as means and deviations over examples."""
     of_models = [[np.array(row["values"]) for row in s["examples"]] for s in spectra]
-    # a Jacobian of zeros has no largest value for the axes
+    # if all values are 0, any axis will do
     largest = max(float(values.max()) for examples in of_models for values in examples) or 1.0
     smallest = min(float(values.min()) for examples in of_models for values in examples)
     low = max(smallest, SMALLEST_SHARE * largest)

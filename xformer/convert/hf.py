@@ -618,7 +618,7 @@ def to_hf(
     tensors |= modern.frequency_tensors(family, checkpoint, prefix)
     dtype, tensors = _in_their_dtypes(checkpoint, family, tensors)
     config, task = checkpoint.config, checkpoint.task
-    longest = published.published_limit(checkpoint.tokenizer, config.max_positions)
+    longest = published.length_limit(checkpoint.tokenizer, config.max_positions)
     if task is not None and not task.predicts_masked and checkpoint.max_tokens < longest:
         longest = checkpoint.max_tokens  # the head knows rows of this length alone
     with atomic_directory(out, overwrite) as directory:

@@ -678,7 +678,7 @@ def _kept(tokenizer: Tokenizer) -> dict[str, Any]:
     return {name: tokenizer.published[name] for name in KEPT if name in tokenizer.published}
 
 
-def published_limit(tokenizer: Tokenizer, longest: int) -> int:
+def length_limit(tokenizer: Tokenizer, longest: int) -> int:
     """The published length limit of a row, if there is one below `longest`; else `longest`.
     `transformers` writes 1e30 for no limit."""
     limit = tokenizer.published.get("model_max_length")

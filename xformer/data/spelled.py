@@ -23,7 +23,7 @@ class Spelled:
                 self.seen |= dict.fromkeys(here)
 
     def note(self) -> str:
-        """How many there were; "" if none."""
+        """A line that says how many texts there were, or "" if there were none."""
         if not self.texts:
             return ""
         some = "1 text spells" if self.texts == 1 else f"{self.texts:,} texts spell"

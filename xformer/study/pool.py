@@ -374,12 +374,10 @@ class ClusterCommand:
     def __call__(self) -> int:
         # the cluster signals all processes of a job; the command must hear it from this one only
         old = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        environment = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
+        threads = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
         with self.log.open("ab") as log:
-            null, environment = subprocess.DEVNULL, {**os.environ, **environment}
-            self.popen = subprocess.Popen(
-                self.line, stdin=null, stdout=log, stderr=log, env=environment
-            )
+            null, own = subprocess.DEVNULL, os.environ | threads
+            self.popen = subprocess.Popen(self.line, stdin=null, stdout=log, stderr=log, env=own)
         signal.signal(signal.SIGUSR2, old)
         signal.signal(signal.SIGTERM, self._stopped)
         try:
