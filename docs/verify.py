@@ -116,7 +116,7 @@ def tags(arrays: dict[str, np.ndarray], names: list[str]) -> dict[str, float]:
     again = classes(predicted, label, len(names), binary=False)
     if (label >= 0).any():
         again["loss"] = loss[label >= 0].astype(float).mean()
-    if any(name != "O" for name in names) and all(re.fullmatch("O|[BI]-.+", n) for n in names):
+    if {*names} - {"O"} and all(re.fullmatch("O|[BIMELSU]-.+", name) for name in names):
         named = [*names, "I-(unseen)", "I-(unseen)"]  # for the numbers -2 (UNSEEN) and -1
         ours, gold = (entities([named[i] for i in side], row) for side in (predicted, label))
         both = len(ours) + len(gold)
@@ -125,12 +125,14 @@ def tags(arrays: dict[str, np.ndarray], names: list[str]) -> dict[str, float]:
 
 
 def entities(labels: list[str], row: np.ndarray) -> set[tuple[int, int, str]]:
-    """First word, end and type of each entity. One begins at B-X, and at an I-X that does not
-    follow a word of X in the same row (Tjong Kim Sang & De Meulder 2003)."""
+    """First word, end and type of each entity. One begins at B-X, S-X and U-X, and at any other
+    label of X that does not continue an entity of X in the same row (Tjong Kim Sang & De Meulder
+    2003). E-X, L-X, S-X and U-X are the last word of an entity."""
     every, start = set(), 0
     for i in range(1, len(labels) + 1):
         kind = labels[i - 1][2:]
-        if i == len(labels) or row[i] != row[i - 1] or labels[i] != f"I-{kind}":
+        going_on = labels[i - 1][0] not in "ELSU" and i < len(labels) and row[i] == row[i - 1]
+        if not going_on or labels[i] not in {f"{mark}-{kind}" for mark in "IMEL"}:
             every.add((start, i, kind))
             start = i
     return {entity for entity in every if entity[2]}

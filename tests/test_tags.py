@@ -32,7 +32,16 @@ from toys import TOPICS, WORDS, Toys
 from xformer.data import published, vocabularies
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
-from xformer.data.store import IGNORED, UNLABELLED, UNSEEN, Ragged, Split, Store, is_bio, open_store
+from xformer.data.store import (
+    IGNORED,
+    UNLABELLED,
+    UNSEEN,
+    Ragged,
+    Split,
+    Store,
+    marks_entities,
+    open_store,
+)
 from xformer.data.tokenizers import Tokenizer
 from xformer.evaluate import _labels
 from xformer.preprocess import cli
@@ -152,7 +161,7 @@ def test_conll_u(make: Make) -> None:
         [("eu", "ADP"), ("lamb", "none"), ("[UNK]", "SYM")],
         [("call", "NOUN")],
     ]
-    assert not is_bio(store.labels)
+    assert not marks_entities(store.labels)
     assert store.metric == "accuracy"
 
 
@@ -355,8 +364,8 @@ def chunks_of(labels: list[str]) -> Iterator[tuple[int, int, str]]:
     start = 0
     for i, (before, label) in enumerate(pairwise(padded)):
         (old, _, kind), (new, _, its) = before.partition("-"), label.partition("-")
-        begins = new == "B" or (new == "I" and (old == "O" or kind != its))
-        ends = old != "O" and (new in "BO" or kind != its)
+        begins = new in "BSU" or (new != "O" and (old in "OELSU" or kind != its))
+        ends = old != "O" and (old in "ELSU" or new in "BSUO" or kind != its)
         if ends:
             yield start, i - 1, kind
         if begins:
@@ -368,9 +377,14 @@ def test_entities() -> None:
     assert entities == {(0, 1, "A"), (2, 2, "B"), (4, 4, "A"), (5, 5, "A"), (6, 7, "B")}
     assert tag.entities(["O", "O"]) == tag.entities([]) == set()
     draw = np.random.default_rng(1)
-    for _ in range(200):
-        labels = [str(x) for x in draw.choice(["O", "B-A", "I-A", "B-B", "I-B"], 9)]
-        assert tag.entities(labels) == set(chunks_of(labels))
+    for marks in ("BI", "BIES", "BILU", "BMES"):
+        names = ["O", *(f"{mark}-{kind}" for mark in marks for kind in "AB")]
+        assert marks_entities(names)
+        for _ in range(200):
+            labels = [str(x) for x in draw.choice(names, 9)]
+            assert tag.entities(labels) == set(chunks_of(labels))
+    assert tag.entities(["S-A", "B-A", "E-A", "E-A"]) == {(0, 0, "A"), (1, 2, "A"), (3, 3, "A")}
+    assert not marks_entities(["O", "X-A"])
 
 
 def predictions(outputs: np.ndarray, split: Split, names: tuple[str, ...]) -> Predictions:

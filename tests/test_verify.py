@@ -116,7 +116,14 @@ def test_questions(threshold: float | None, unanswerable: bool, tmp_path: Path) 
     assert again(made, tmp_path / "valid.npz") == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("names", [("B-A", "B-B", "I-A", "I-B", "O"), ("N", "V", "A", "D", "P")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("B-A", "B-B", "I-A", "I-B", "O"),
+        ("B-A", "E-A", "I-A", "O", "S-A"),
+        ("N", "V", "A", "D", "P"),
+    ],
+)
 def test_labels_of_words(names: tuple[str, ...], tmp_path: Path) -> None:
     """Rows of words, among them truncated ones, unlabelled ones and ones of an unseen class."""
     draw = np.random.default_rng(5)

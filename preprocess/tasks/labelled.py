@@ -33,7 +33,7 @@ from xformer.data.display import Progress, many, say
 from xformer.data.errors import BadInput
 from xformer.data.outputs import check_directory
 from xformer.data.spelled import Spelled
-from xformer.data.store import IGNORED, NO_LABEL, ORDER, UNLABELLED, UNSEEN, is_bio
+from xformer.data.store import IGNORED, NO_LABEL, ORDER, UNLABELLED, UNSEEN, marks_entities
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
@@ -248,7 +248,7 @@ def write_task(
         say(*filter(None, [writer.spelled.note()]), error=True)
         # the stack closes the splits last to first; list them in their usual order
         store.splits = {name: store.splits[name] for name in names}
-        metric = task.metric or ("entity_f1" if is_bio(labels) else "accuracy")
+        metric = task.metric or ("entity_f1" if marks_entities(labels) else "accuracy")
         store.finish(task.kind, labels, metric, origin, survey.choices)
         return store.splits
 

@@ -26,7 +26,7 @@ from xformer.data import vocabularies
 from xformer.data.arguments import whole_number
 from xformer.data.display import many, say
 from xformer.data.errors import BadInput
-from xformer.data.store import BIO, NO_LABEL
+from xformer.data.store import ENTITY_LABEL, NO_LABEL
 
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
@@ -97,7 +97,8 @@ def add_conll_arguments(parser: argparse.ArgumentParser) -> None:
         "--metric",
         choices=TAG_METRICS,
         help="The metric by which training selects the best checkpoint, unless train.metric names "
-        "another (default: entity_f1 if the labels are O, B-X and I-X, else accuracy).",
+        "another (default: entity_f1 if the labels mark entities, as O, B-X and I-X do, else "
+        "accuracy).",
     )
 
 
@@ -140,14 +141,14 @@ def _doubted(
     """The same sentences. At the end, warnings name lines that may not be words: a header,
     comments, and labels of another form than the rest."""
     labels: Counter[str] = Counter()
-    odd: dict[str, int] = {}  # labels that are not O, B-X or I-X, with their first sentence
+    odd: dict[str, int] = {}  # labels that do not mark entities, with their first sentence
     header, comments = "", []
     for line, words, tags in read:
         if not labels and all(map(HEADER.fullmatch, (words[0], tags[0]))):
             header = f"{words[0]} {tags[0]}"
         if words[0].startswith("#"):
             comments.append(line)
-        for tag in {tag for tag in tags if not BIO.fullmatch(tag)}:
+        for tag in {tag for tag in tags if not ENTITY_LABEL.fullmatch(tag)}:
             odd.setdefault(tag, line)
         labels.update(tags)
         yield line, words, tags

@@ -56,7 +56,7 @@ UNLABELLED, UNSEEN = -1, -2  # label of a row without a class; with a class unse
 IGNORED = -100
 LONGEST_ANSWER = 30  # the most tokens of an answer that is predicted (Devlin et al. 2019)
 NO_LABEL = "_"  # in labels as text: this word has no label
-BIO = re.compile(r"O|[BI]-.+")
+ENTITY_LABEL = re.compile(r"O|[BIMELSU]-.+")
 SUMS = "sums.json"
 TRIES = 100  # attempts to open a store that is being replaced
 REMEDY = "make the store again, or restore it from a copy"
@@ -383,7 +383,8 @@ def _files(meta: dict[str, Any]) -> list[tuple[str, list[str]]]:
     return [(name, file["sha256"]) for split in splits for name, file in split["files"].items()]
 
 
-def is_bio(labels: Collection[str]) -> bool:
-    """Whether these classes mark entities: B-X begins an entity of type X, I-X continues it, O is
-    outside (Ramshaw & Marcus 1995)."""
-    return all(map(BIO.fullmatch, labels)) and any(label != "O" for label in labels)
+def marks_entities(labels: Collection[str]) -> bool:
+    """Whether these classes mark entities: B-X begins an entity of type X, I-X (or M-X) continues
+    it, O is outside (Ramshaw & Marcus 1995). Optionally, E-X (or L-X) ends an entity, and S-X (or
+    U-X) is one of a single word (BIOES, BILOU and BMES)."""
+    return all(map(ENTITY_LABEL.fullmatch, labels)) and any(label != "O" for label in labels)

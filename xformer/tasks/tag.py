@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xformer.data.batch import Assembler, Batch, ragged_arange
-from xformer.data.store import IGNORED, NO_LABEL, UNLABELLED, UNSEEN, Split, is_bio
+from xformer.data.store import IGNORED, NO_LABEL, UNLABELLED, UNSEEN, Split, marks_entities
 from xformer.tasks.task import (
     HIGHER,
     LOWER,
@@ -98,7 +98,7 @@ class Tag(Task):
         return bool(((labels != IGNORED) & (labels != UNLABELLED)).any())
 
     def metrics_on(self, split: Split) -> list[str]:
-        return [m for m in self.metrics if m != "entity_f1" or is_bio(self.head.labels)]
+        return [m for m in self.metrics if m != "entity_f1" or marks_entities(self.head.labels)]
 
     def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         column = split.columns["labels"]
@@ -114,13 +114,13 @@ class Tag(Task):
 
     def score(self, predictions: Predictions) -> dict[str, float]:
         """loss, accuracy and f1 (the mean over classes) over labelled words, and entity_f1 if the
-        classes are of the form B-X, I-X and O. Truncated words are not scored. The loss leaves out
+        classes mark entities. Truncated words are not scored. The loss leaves out
         words whose class does not occur in training; accuracy and f1 count them as wrong."""
         row, label, predicted, losses = scored_tokens(predictions)
         losses = losses[label >= 0].astype(np.float64)
         scores = {"loss": float(losses.mean())} if len(losses) else {}
         scores |= values_of(self.weighted(predictions))
-        if is_bio(self.head.labels):
+        if marks_entities(self.head.labels):
             scores["entity_f1"] = entity_f1(predicted, label, row, self.head.labels)
         return scores
 
@@ -178,17 +178,20 @@ def scored_tokens(
 
 
 def entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:
-    """(first word, last word, type) of every entity in a row of labels O, B-X and I-X. An I-X that
-    follows neither B-X nor I-X begins an entity, as in the script of Tjong Kim Sang & De Meulder
-    2003."""
+    """(first word, last word, type) of every entity in a row of labels (`marks_entities`). Any
+    label but O begins an entity if none of its type is open, as in the script of Tjong Kim Sang &
+    De Meulder 2003."""
     spans, start, current = set(), 0, ""
     for i, label in enumerate([*labels, "O"]):
         mark, _, entity = label.partition("-")
-        if current and (mark != "I" or entity != current):
+        if current and (mark not in "IMEL" or entity != current):
             spans.add((start, i - 1, current))
             current = ""
         if mark != "O" and not current:
             start, current = i, entity
+        if current and mark in "ELSU":
+            spans.add((start, i, current))
+            current = ""
     return spans
 
 
