@@ -101,6 +101,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "The command that scores and predicts.": ("xformer.evaluate",),
     "The command that writes vectors.": ("xformer.encode",),
     "A recipe with everything that it names, and what follows from the two.": ("xformer.setup",),
+    "What the user may not expect of a run.": ("xformer.notes",),
     "Opening and checking everything that a recipe names.": ("xformer.prepare",),
     "Runs that go on from a checkpoint of another run.": ("xformer.branch",),
     "A run while it trains: what is due, logged and saved after a step.": ("xformer.session",),

@@ -397,7 +397,7 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
         return
     letters = assembler.max_tokens - assembler.extra
     _say_truncated(checkpoint, assembler, longest_remedy(task.head, letters))
-    if line := long_windows(task, assembler, store, config.split):
+    if line := long_windows(task, assembler, store):
         say(f"warning: {line}, or answers are lost", error=True)
     if note := task.note(assembler.split):
         say(note, error=True)

@@ -26,8 +26,8 @@ from xformer.data.joined import Joined, open_stores
 from xformer.data.mixture import Mixture
 from xformer.data.sampler import Samples
 from xformer.data.store import Store
-from xformer.freeze import describe_frozen, weights_matching
 from xformer.model.config import DROPOUT, ModelConfig
+from xformer.notes import notes_of
 from xformer.parallel.precision import fast_on, reason_for_bf16
 from xformer.parallel.processes import Ranks
 from xformer.recipe import UNUSED, Recipe
@@ -38,11 +38,10 @@ from xformer.surgery import registry
 from xformer.tasks.classify import balanced
 from xformer.tasks.known import TASKS, task_of
 from xformer.tasks.pairs import pair_scale
+from xformer.tasks.regress import spread
 from xformer.tasks.task import Head, Task
 
 PROBED = ("task_head",)  # what a probe trains
-SMALL, LOW = 256, 2e-5  # an encoder this wide learns little from a fine-tuning at BERT's rate
-FAR = 10.0  # a mean or deviation of scores that a new head, whose scores are near 0, reaches late
 
 
 def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = None) -> Setup:
@@ -83,32 +82,10 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     samples = _samples(recipe, store, train_assembler)
     head = _head(recipe, store, samples)
     task = task_of(head)
-    if task.has_unlabelled(split):
-        raise BadInput(f"{store.name}: the split 'train' has rows without a label")
-    if "valid" in store.splits and not task.has_labels(store.split("valid")):
-        raise BadInput(
-            f"{store.name}: the split 'valid' has no labels, so the run cannot be validated; "
-            "make the store again with labels for this split, or without the split"
-        )
-    for name in store.splits:
-        rows = Assembler(store.split(name), start.tokenizer, recipe.batch.max_tokens)
-        if line := long_windows(task, rows, store, name):
-            raise BadInput(line)
+    _check_rows(task, store, train_assembler)
     before, start = start, start.with_head(head, recipe.seed.of("weights"))
-    fresh, dropped = checkpoints.changed_weights(before, start)
-    if array is not None or recipe.mapping == "ids":
-        identity = np.arange(store.vocab_size)
-        source, array = store.tokenizer(), identity if array is None else array
-        start = replace(start, source=source, mapping=array)
-    else:  # not those of an earlier training
-        start = replace(start, source=None, mapping=None)
-    notes = replaced + _notes(recipe, store, task, fresh, dropped, start)
-    notes += filter(
-        None, [_other_ids(recipe, before, start, store), _low_rate(recipe, start, overrides)]
-    )
-    about_labels = _missing_classes(recipe, store, samples), _about_scores(recipe, store, samples)
-    notes += filter(None, about_labels)
-    notes += describe_frozen(start, weights_matching(start, recipe.train.only), fresh)
+    start = _with_mapping(start, recipe, store, array)
+    notes = replaced + notes_of(recipe, overrides, store, samples, before, start)
     metric = _metric(recipe, task, store)
     setup = Setup(recipe, ranks, store, start, train_assembler, samples, metric, notes, precision)
     _ = setup.trajectory  # refuses wrong marks now, before anything is written
@@ -138,6 +115,21 @@ def _check_mapping(recipe: Recipe, start: Checkpoint, store: Store) -> None:
     same, spec = start.source.fingerprint == store.fingerprint, start.head.mapping
     if same and spec != "none" and store.fingerprint != start.tokenizer.fingerprint:
         raise BadInput(f"init={recipe.init} was trained with mapping={spec}; give it here, too")
+
+
+def _check_rows(task: Task, store: Store, train: Assembler) -> None:
+    """Raise BadInput if the training rows or the validation lack labels, or if a window of a
+    context would be truncated."""
+    if task.has_unlabelled(train.split):
+        raise BadInput(f"{store.name}: the split 'train' has rows without a label")
+    if "valid" in store.splits and not task.has_labels(store.split("valid")):
+        raise BadInput(
+            f"{store.name}: the split 'valid' has no labels, so the run cannot be validated; "
+            "make the store again with labels for this split, or without the split"
+        )
+    for name in store.splits:
+        if line := long_windows(task, replace(train, split=store.split(name)), store):
+            raise BadInput(line)
 
 
 def with_precision(recipe: Recipe, ranks: Ranks) -> tuple[Recipe, str]:
@@ -282,53 +274,15 @@ def _head(recipe: Recipe, store: Store, samples: Samples) -> Head:
     )
 
 
-def _notes(
-    recipe: Recipe,
-    store: Store,
-    task: Task,
-    fresh: list[str],
-    dropped: list[str],
-    start: Checkpoint,
-) -> list[str]:
-    """Lines about operations on the weights, labels that are not used, weights that are new or
-    dropped, class weights, and the meaning of a metric."""
-    notes = [f"surgery: {step.op} ({registry.in_words(step.op)})" for step in recipe.surgery]
-    if task.predicts_masked and store.kind != "text" and not task.head.pair_scale:
-        paired = "tokens_b" in store.split("train").columns
-        texts = "its pairs of texts" if paired else "its texts"
-        notes.append(f"{store.name} has labels; head=mlm does not use them, only {texts}")
-    if recipe.init is None and not task.predicts_masked:
-        size = sum(weight.numel() for weight in start.weights.values())
-        line = f"no init= is given: all {size:,} weights are random"
-        if recipe.model.architecture == "transformer":
-            line += "; init=CHECKPOINT, such as init=micro/english, starts from a trained encoder"
-        notes.append(line)
-    if recipe.model.architecture == "hilbert_cnn" and "L" in start.tokenizer.pieces:
-        notes.append(
-            "warning: hilbert_cnn reads A C G T alone, but the store's tokenizer also has letters "
-            "of proteins"
-        )
-    at_random = mapping.parse(recipe.mapping)[0] in ("symbols", "unused")
-    both = {start.tokenizer.symbols, (start.source or start.tokenizer).symbols}
-    if at_random and both == {"letters"}:
-        notes.append(
-            f"warning: mapping={recipe.mapping} exchanges letters at random; a store that is made "
-            "with --tokenizer CHECKPOINT keeps them"
-        )
-    if recipe.init is not None and fresh:
-        why = " (the checkpoint has no MLM head; its decoder is tied to the word embeddings)"
-        parts = _parts(fresh)
-        notes.append(f"new weights: {', '.join(parts)}{why if 'mlm_head' in parts else ''}")
-    if dropped:
-        why = " (head=mlm trains no pooler, so a fine-tuning of this run begins with a new one)"
-        parts = _parts(dropped)
-        unused = task.predicts_masked and "pooler" in parts
-        notes.append(f"dropped weights: {', '.join(parts)}{why if unused else ''}")
-    if task.head.class_weights:
-        pairs = zip(task.head.labels, task.head.class_weights, strict=True)
-        weights = ", ".join(f"{name} {weight:.3g}" for name, weight in pairs)
-        notes.append(f"class weights of the training loss: {weights}")
-    return [*notes, *filter(None, [task.meaning])]
+def _with_mapping(
+    start: Checkpoint, recipe: Recipe, store: Store, array: np.ndarray | None
+) -> Checkpoint:
+    """The checkpoint with the tokenizer of the store and the mapping of its ids, if the store's ids
+    are not the model's own. Those of an earlier training are dropped."""
+    if array is None and recipe.mapping != "ids":
+        return replace(start, source=None, mapping=None)
+    array = np.arange(store.vocab_size) if array is None else array
+    return replace(start, source=store.tokenizer(), mapping=array)
 
 
 def check_model(recipe: Recipe, config: ModelConfig) -> None:
@@ -413,52 +367,12 @@ def _pair_scale(recipe: Recipe, store: Store) -> float:
     return pair_scale(masking.pair_weight, masking.probability, split)
 
 
-def _other_ids(recipe: Recipe, before: Checkpoint, start: Checkpoint, store: Store) -> str:
-    """A warning that symbols get other ids than in the training of `init`; "" if they do not, or
-    if an operation has changed the weights."""
-    if before.mapping is None or before.source is None or recipe.surgery:
-        return ""
-    pieces = store.tokenizer().pieces
-    new = np.arange(len(pieces)) if start.mapping is None else start.mapping
-    ids = dict(zip(pieces, new.tolist(), strict=True))
-    old = zip(before.source.pieces, before.mapping.tolist(), strict=True)
-    moved = [(piece, id_) for piece, id_ in old if ids.get(piece, id_) != id_]
-    if not moved:
-        return ""
-    (piece, id_), spec = moved[0], before.head.mapping if before.head else "none"
-    return (
-        f"warning: {len(moved)} symbols get other ids than in the training of init={recipe.init} "
-        f"({piece}: {ids[piece]}, not {id_}), so what it learnt of them is lost; give a store "
-        f"made with the same tokenizer, and mapping={spec}"
-    )
-
-
-def _low_rate(recipe: Recipe, start: Checkpoint, overrides: Collection[str] | None) -> str:
-    """A note that BERT's rate is low for a small encoder; "" if the user typed it."""
-    wide, untyped = start.config.hidden, overrides and "optim.lr" not in overrides
-    if not untyped or recipe.optim.lr != LOW or wide > SMALL or recipe.train.only:
-        return ""
-    return f"optim.lr={LOW:g} is for large encoders; for one {wide} wide optim.lr=3e-4 is common"
-
-
-def _missing_classes(recipe: Recipe, store: Store, samples: Samples) -> str:
-    """A warning that names the classes whose rows `fraction` all leaves out; "" if there are
-    none."""
-    if recipe.fraction == 1 or store.kind != "class" or isinstance(samples, Mixture):
-        return ""
-    rows, _ = samples.at(np.arange(samples.per_epoch))
-    seen = set(np.asarray(store.split("train").columns["label"])[rows].tolist())
-    gone = ", ".join(name for i, name in enumerate(store.labels) if i not in seen)
-    return f"warning: fraction={recipe.fraction} leaves out every row of {gone}" if gone else ""
-
-
 def _class_weights(recipe: Recipe, store: Store, samples: Samples) -> tuple[float, ...]:
     """The weight of each class in the training loss; () if all weigh the same. Raises BadInput if
     the number of weights is wrong."""
     loss, split = recipe.loss, store.split("train")
     if loss.class_weights == "balanced":
-        rows, _ = samples.at(np.arange(samples.per_epoch))
-        return balanced(np.asarray(split.columns["label"])[rows], len(store.labels))
+        return balanced(split.columns["label"][samples.first_epoch()], len(store.labels))
     if loss.class_weights and len(loss.class_weights) != len(store.labels):
         raise BadInput(
             f"loss.class_weights has {len(loss.class_weights)} weights; {store.name} has the "
@@ -471,32 +385,8 @@ def _scale(recipe: Recipe, store: Store, samples: Samples) -> tuple[float, float
     """What a head that learns standardized scores adds and multiplies by; see `Head`."""
     if not recipe.loss.standardize:
         return Head.scale
-    mean, deviation = _spread(store, samples)
+    mean, deviation = spread(store.split("train").columns["label"][samples.first_epoch()])
     return mean, deviation or 1.0  # equal scores have no deviation
-
-
-def _about_scores(recipe: Recipe, store: Store, samples: Samples) -> str:
-    """A warning that raw scores are far from those of a new head; "" if they are not."""
-    if "standardize" not in TASKS[recipe.head].loss_settings or recipe.loss.standardize:
-        return ""
-    mean, deviation = _spread(store, samples)
-    if max(abs(mean), deviation) <= FAR:
-        return ""
-    return (
-        f"warning: a new head's scores are near 0, but the training scores have mean {mean:.4g} "
-        f"and standard deviation {deviation:.4g}; loss.standardize=true usually learns them sooner"
-    )
-
-
-def _spread(store: Store, samples: Samples) -> tuple[float, float]:
-    """The mean and standard deviation of the scores of the training rows."""
-    rows, _ = samples.at(np.arange(samples.per_epoch))
-    scores = np.asarray(store.split("train").columns["label"], np.float64)[rows]
-    return float(scores.mean()), float(scores.std())
-
-
-def _parts(names: list[str]) -> list[str]:
-    return sorted({name.split(".")[0] for name in names})
 
 
 def _metric(recipe: Recipe, task: Task, store: Store) -> str:

@@ -127,12 +127,12 @@ def check_kind(kind: str, task: Task | type[Task], store: object) -> None:
         )
 
 
-def long_windows(task: Task, rows: Assembler, store: Store, name: str) -> str:
+def long_windows(task: Task, rows: Assembler, store: Store) -> str:
     """A line if windows of contexts would be truncated, else "". A row would lose its answer, and
     the end of the context would be in no row."""
     if not task.has_questions or (longest := rows.longest()) <= rows.max_tokens:
         return ""
     return (
-        f"{store.name}: the longest window of {name} has {longest} tokens, but rows have "
-        f"{rows.max_tokens} here; make the store again with --max-tokens {rows.max_tokens}"
+        f"{store.name}: the longest window of {rows.split.name} has {longest} tokens, but rows "
+        f"have {rows.max_tokens} here; make the store again with --max-tokens {rows.max_tokens}"
     )

@@ -142,8 +142,7 @@ class Setup:
         split = self.training_rows.split
         if self.samples.per_epoch == self.training_rows.examples:
             return split.tokens
-        examples, _ = self.samples.at(np.arange(self.samples.per_epoch))
-        rows = rows_of(examples, split.together)
+        rows = rows_of(self.samples.first_epoch(), split.together)
         return int((self.training_rows.whole_sizes(rows) - self.training_rows.extra).sum())
 
     def given(self, state: State) -> dict[str, dict[str, float]]:

@@ -66,6 +66,10 @@ class Samples:
         """None: only a mixture counts what each store gives."""
         return None
 
+    def first_epoch(self) -> np.ndarray:
+        """The examples of the first epoch in their order, (`per_epoch`,)."""
+        return self.at(np.arange(self.per_epoch))[0]
+
     def at(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The examples and epochs, int64, of the samples with these numbers, counted from 0."""
         epochs, positions = np.divmod(samples, self.per_epoch)

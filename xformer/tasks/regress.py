@@ -107,6 +107,12 @@ class Regress(Pooled):
         return ["" if np.isnan(label) else str(label) for label in labels] if known else None
 
 
+def spread(scores: np.ndarray) -> tuple[float, float]:
+    """The mean and the standard deviation of scores (N,)."""
+    scores = scores.astype(np.float64)
+    return float(scores.mean()), float(scores.std())
+
+
 def finite_rows(predictions: Predictions) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """The outputs, labels and groups of the rows with labels. Raises BadInput if there are none or
     if labels are infinite, and Failure if outputs are not finite."""
