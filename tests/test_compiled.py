@@ -391,12 +391,12 @@ def test_every_rank_reports_that_it_has_no_compiler(
 ) -> None:
     """The monitor of another rank than 0 prints nothing."""
     recipe = SimpleNamespace(system=SimpleNamespace(precision="fp32"))
-    setup: Any = SimpleNamespace(ranks=Ranks(rank, 2, CPU), recipe=recipe)
+    setup: Any = SimpleNamespace(ranks=Ranks(rank, 2, CPU), recipe=recipe, compiling="layers")
     feed: Any = SimpleNamespace(sample=lambda: to_device(batch_of(TASKS["mlm"], 8), CPU))
     lines: list[str] = []
     monitor: Any = SimpleNamespace(say=lines.append if rank == 0 else None)
     monkeypatch.setattr(compiled, "BACKEND", lambda *_: None)  # it gives no code
-    train._compile(model_of(TASKS["mlm"]), "layers", setup, feed, monitor)
+    train._compile(model_of(TASKS["mlm"]), setup, feed, monitor)
     [line] = lines or capsys.readouterr().err.splitlines()
     assert line.startswith(f"{prefix}torch.compile fails here (")
     assert line.endswith("): the model runs without it")

@@ -14,7 +14,6 @@ from xformer import checkpoint as checkpoints
 from xformer.config import validate
 from xformer.data.errors import BadInput
 from xformer.data.files import is_run, near, read_run_json
-from xformer.monitor import Monitor
 from xformer.recipe import Recipe
 from xformer.run import FREE, State, changes, completed, differences
 from xformer.setup import Setup
@@ -100,7 +99,6 @@ def _done(setup: Setup, step: int) -> int:
     return setup.done_at(step, position)
 
 
-def start_branch(state: State, path: str, monitor: Monitor) -> None:
-    """Forget the best validation and the log of the other run, and say where the branch begins."""
+def forget_validations(state: State) -> None:
+    """Forget the best validation and the log of the run that a branch comes from."""
     state.best_step, state.best_scores, state.worse, state.logged = 0, {}, 0, 0
-    monitor.say(f"branching from {path} at step {state.step}")

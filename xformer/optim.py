@@ -82,12 +82,11 @@ class OptimConfig(Settings):
         return value
 
     def lengths(self, whole: float, unit: float) -> tuple[float, float]:
-        """The lengths of the warm-up and of the decay in a run of length `whole`, in steps or
-        samples. A step has the length `unit`."""
-        warmup, decay = (
-            value * (whole if value < 1 else unit) for value in (self.warmup, self.decay)
-        )
-        return warmup, decay
+        """The lengths of the warm-up and of the decay (0 without schedule=wsd) in a run of length
+        `whole`, in steps or samples. A step has the length `unit`."""
+        warmup = self.warmup * (whole if self.warmup < 1 else unit)
+        decay = self.decay * (whole if self.decay < 1 else unit)
+        return warmup, decay if self.schedule == "wsd" else 0.0
 
     def notes(self) -> list[str]:
         """Lines to print at the start of training: the optimizer, its rate and its weight decay."""

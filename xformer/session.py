@@ -285,8 +285,7 @@ def sync_log(run: Run) -> None:
 
 def announce(setup: Setup, model: Model, monitor: Monitor) -> None:
     """Print what a new run trains, and log the numbers of steps, parameters, rows and tokens."""
-    for note in (*setup.notes, *setup.recipe.optim.notes(), *setup.schedule_notes()):
-        monitor.say(note)
+    monitor.say(*setup.notes, *setup.recipe.optim.notes(), *setup.schedule_notes())
     limit, most = setup.recipe.batch.max_tokens, setup.start.config.max_positions
     remedy = longest_remedy(setup.task.head, limit - setup.training_rows.extra)
     if note := setup.training_rows.truncation(f"batch.max_tokens={limit}", most, remedy):
@@ -403,9 +402,9 @@ def _store_checked(setup: Setup, begin: threading.Event) -> Iterator[list[str]]:
 @contextmanager
 def _signals(device: torch.device, active: bool) -> Iterator[list[int]]:
     """A list to which the signals in STOPPING append their numbers, so that the loop can stop
-    between two steps. If `active`, the first one prints a line. A second Ctrl-C raises
-    KeyboardInterrupt. It cannot damage a checkpoint, because each gets its name only when it is
-    complete."""
+    between two steps. If `active`, the first signal prints a line, and so does the first Ctrl-C. A
+    second Ctrl-C raises KeyboardInterrupt. It cannot damage a checkpoint, because each gets its
+    name only when it is complete."""
     received: list[int] = []
 
     def receive(number: int, _: object) -> None:

@@ -100,14 +100,13 @@ class Setup:
         """How much of `length` is done at this step and sample."""
         return step if self.recipe.train.steps else position
 
-    def share(self, step: int, position: int) -> float:
-        """The share of the run that is done at this step and sample."""
-        return self.done_at(step, position) / self.length
+    def ended(self, state: State) -> bool:
+        """Whether the run has reached its end."""
+        return self.done_at(state.step, state.position) >= self.length
 
     def done(self, state: State) -> bool:
         """Whether the run has reached its end, or has been stopped by `train.patience`."""
-        patience = self.recipe.train.patience
-        return self.share(state.step, state.position) >= 1 or 0 < patience <= state.worse
+        return self.ended(state) or 0 < self.recipe.train.patience <= state.worse
 
     def rate(self, before: int, after: int) -> float:
         """The learning rate of a step; see `done_at` for what is done before and after it."""
@@ -121,11 +120,11 @@ class Setup:
         warmup, decay = (part / unit for part in recipe.optim.lengths(length, unit))
         first = f"{warmup:,.0f}" if warmup >= 1 else f"{warmup:.2g}"
         parts = [f"warm-up in the first {first}"] if warmup else []
-        if recipe.optim.schedule == "wsd":
+        if decay:
             parts.append(f"decay in the last {decay:,.0f}")
         notes = [f"of {self.planned_steps:,} steps: {', '.join(parts)}"] if parts else []
-        both = "warm-up and decay are" if recipe.optim.schedule == "wsd" else "the warm-up is"
-        if warmup + decay * (recipe.optim.schedule == "wsd") > length / unit * (1 + 1e-9):
+        if warmup + decay > length / unit * (1 + 1e-9):
+            both = "warm-up and decay are" if decay else "the warm-up is"
             notes.append(f"{both} longer than the run, so the rate does not reach its peak")
         return notes
 

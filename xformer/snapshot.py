@@ -27,7 +27,7 @@ class Snapshot:
         self.moments: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def take(self, moments: bool = True) -> None:
+    def take(self, moments: bool) -> None:
         """Copy the weights and, with `moments`, the optimizer state. Overwrites the last copy."""
         if self.ranks.rank:
             return

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from xformer import checkpoint as checkpoints
 from xformer import optim
-from xformer.branch import check_branch, start_branch
+from xformer.branch import check_branch, forget_validations
 from xformer.config import flat, load, parse_overrides
 from xformer.data.batch import Batch
 from xformer.data.display import format_number, say
@@ -83,9 +83,12 @@ def train(
         ranks.on_rank_zero(run.verify_selected)
         _leave(setup, run)
         return
-    newest = ranks.on_rank_zero(lambda: str(run.newest() or "")) or None
-    begun = newest or recipe.train.branch_from
-    state = State.read(Path(begun)) if begun else State()
+    newest = ranks.on_rank_zero(run.newest)
+    branch = recipe.train.branch_from
+    begun = newest or (Path(branch) if branch else None)
+    state = State.read(begun) if begun else State()
+    if newest is None:
+        forget_validations(state)
     if setup.done(state) and ranks.on_rank_zero(lambda: is_finished(run.path)):
         _leave(setup, run)
         return
@@ -108,14 +111,14 @@ def _check_caller() -> None:
 
 
 def _train_from(
-    begun: str | None, state: State, setup: Setup, run: Run, until: int, own: bool
+    begun: Path | None, state: State, setup: Setup, run: Run, until: int, own: bool
 ) -> None:
     """Train from the checkpoint `begun`, which has this `state`, or without one from the beginning.
     The checkpoint is the run's `own`, or that of `train.branch_from`."""
     ranks, recipe = setup.ranks, setup.recipe
     model, optimizer = _model_and_optimizer(setup, begun, own)
     logged_until = state.step if own else -1
-    damage = cut_log(run.path, logged_until, state.logged * own) if ranks.rank == 0 else ""
+    damage = cut_log(run.path, logged_until, state.logged) if ranks.rank == 0 else ""
     unit = "step" if recipe.train.steps else "sample"
     done = setup.done_at(state.step, state.position)
     with Monitor(run.path, ranks.rank == 0, logged_until, done, setup.length, unit) as monitor:
@@ -124,21 +127,24 @@ def _train_from(
             announce_changes(setup, run, state, monitor)
         else:
             if begun:
-                start_branch(state, begun, monitor)
+                monitor.say(f"branching from {recipe.train.branch_from} at step {state.step}")
             announce(setup, model, monitor)
-        slow = speed_note(ranks.device, recipe.system.precision, recipe.system.tf32)
-        notes = (damage, setup.precision, slow, native.note(ranks.device))
-        kept = setup.trajectory.announcement(run.path, state.step)
-        monitor.say(*filter(None, (*notes, kept)))
+        notes = (
+            damage,
+            setup.precision,
+            speed_note(ranks.device, recipe.system.precision, recipe.system.tf32),
+            native.note(ranks.device),
+            setup.trajectory.announcement(run.path, state.step),
+        )
+        monitor.say(*filter(None, notes))
         monitor.describe(run.starts)
-        compiling = setup.compiling
-        feed = setup.feed(fixed=compiling != "none")
-        _compile(model, compiling, setup, feed, monitor)
+        feed = setup.feed(fixed=setup.compiling != "none")
+        _compile(model, setup, feed, monitor)
         with (
             session_of(setup, run, state, monitor, model, optimizer) as session,
             closing(feed.steps(state.position)) as steps,
         ):
-            graphs = compiling in GRAPHS
+            graphs = setup.compiling in GRAPHS
             replicas = Replicas(model, ranks, feed.sample, recipe.system.precision, graphs)
             guard = Guard(recipe.train.spike, state, ranks.device)
             loop(steps, replicas, optimizer, session, guard, until)
@@ -149,7 +155,7 @@ def _train_from(
 
 
 def _model_and_optimizer(
-    setup: Setup, begun: str | None, own: bool
+    setup: Setup, begun: Path | None, own: bool
 ) -> tuple[Model, torch.optim.Optimizer]:
     """The model on the device of this rank, ready to train, and its optimizer. Both have the state
     of the checkpoint `begun`, or without one the state of a new run. `Run.newest` has verified a
@@ -160,21 +166,21 @@ def _model_and_optimizer(
     model = model.to(setup.ranks.device).train()
     optimizer = optim.build(model, setup.recipe.optim)
     if begun:
-        moments = checkpoints.load_tensors(Path(begun) / "optimizer.safetensors")
+        moments = checkpoints.load_tensors(begun / "optimizer.safetensors")
         optim.load_state(optimizer, moments)
     return model, optimizer
 
 
-def _compile(model: Model, what: str, setup: Setup, feed: Feed, monitor: Monitor) -> None:
+def _compile(model: Model, setup: Setup, feed: Feed, monitor: Monitor) -> None:
     """Compile the parts of a model in place, and print what is compiled."""
-    ranks = setup.ranks
-    failure = compile_parts(model, what, ranks, feed.sample, setup.recipe.system.precision)
+    ranks, precision = setup.ranks, setup.recipe.system.precision
+    failure = compile_parts(model, setup.compiling, ranks, feed.sample, precision)
     line = f"torch.compile fails here ({failure}): the model runs without it"
     if failure and ranks.rank:  # this rank alone may lack a compiler
         say(f"rank {ranks.rank}: {line}", error=True)
     elif failure:
         monitor.say(line)
-    elif what in LAYERS:
+    elif setup.compiling in LAYERS:
         monitor.say("torch.compile: layers; the first batch of each shape takes longer")
 
 
@@ -243,7 +249,7 @@ def run_validation(session: Session, model: Model) -> bool:
         if better or setup.recipe.train.select == "last":
             session.validated = {state.step: validated}
         session.monitor.event("validation", state.step, **scores)
-        if setup.share(state.step, state.position) < 1 and session.done:
+        if session.done and not setup.ended(state):
             session.monitor.say(
                 f"early stopping: {state.worse} validations in a row were no better than step "
                 f"{state.best_step} (train.patience={setup.recipe.train.patience})"
@@ -260,34 +266,18 @@ def score_split(setup: Setup, model: Model, split: str) -> Scores:
 
 
 def _finish(session: Session, model: Model) -> None:
-    """Score the selected checkpoint on every labelled split but 'train', and write its predictions
-    and result.json.
-
-    `session.validated` lacks the selected checkpoint if the run was stopped after the validation;
-    then 'valid' is scored again.
-    """
+    """Score the selected checkpoint, and write its predictions and result.json."""
     setup, run, state, monitor = session.setup, session.run, session.state, session.monitor
     best = setup.recipe.train.select == "best" and state.best_step > 0
     step = state.best_step if best else state.step
     selected = run.checkpoint_path(step)
-    if best and state.best_step != state.step:
+    if step != state.step:
         monitor.say(
             f"the run selects the checkpoint of step {state.best_step}, the best on valid by "
             f"{setup.metric}: its scores follow"
         )
         model.load_state_dict(checkpoints.load(selected).weights)
-    metrics = {}
-    for split in setup.store.splits:
-        if split != "train" and setup.task.has_labels(setup.store.split(split)):
-            known = session.validated.get(step) if split == "valid" else None
-            scores = known or score_split(setup, model, split)
-            metrics[split] = scores.metrics
-            if setup.ranks.rank == 0:
-                write(run.predictions_path(split), scores.predictions, setup.store.key)
-            if remark := setup.task.remark(scores.predictions):
-                monitor.say(f"warning: {split}: {remark}")
-    for split, values in metrics.items():
-        monitor.event("end", state.step, split=split, **values)
+    metrics = _score_splits(session, model, step)
     if not metrics:
         _say_end(run.path, monitor, state.step, selected)
     if setup.ranks.rank == 0:
@@ -306,6 +296,29 @@ def _finish(session: Session, model: Model) -> None:
         run.finish(result)
         if not setup.recipe.train.keep_state:
             run.forget_state()
+
+
+def _score_splits(session: Session, model: Model, step: int) -> dict[str, dict[str, float]]:
+    """Score the selected checkpoint, that of `step`, on every labelled split but 'train'. Write its
+    predictions and log its metrics, which are returned by split.
+
+    `session.validated` lacks the selected checkpoint if the run was stopped after the validation;
+    then 'valid' is scored again.
+    """
+    setup, run, monitor = session.setup, session.run, session.monitor
+    metrics = {}
+    for split in setup.store.splits:
+        if split != "train" and setup.task.has_labels(setup.store.split(split)):
+            known = session.validated.get(step) if split == "valid" else None
+            scores = known or score_split(setup, model, split)
+            metrics[split] = scores.metrics
+            if setup.ranks.rank == 0:
+                write(run.predictions_path(split), scores.predictions, setup.store.key)
+            if remark := setup.task.remark(scores.predictions):
+                monitor.say(f"warning: {split}: {remark}")
+    for split, values in metrics.items():
+        monitor.event("end", session.state.step, split=split, **values)
+    return metrics
 
 
 def _say_end(run: Path, monitor: Monitor, step: int, selected: Path) -> None:
