@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xformer import checkpoint as checkpoints
-from xformer.data.display import one_line
+from xformer.data.display import many, one_line
 from xformer.data.errors import BadInput, typed
 from xformer.data.sampler import Stream
 
@@ -155,9 +155,13 @@ def steps_of(keep_at: str | Sequence[int | str], timeline: Timeline) -> frozense
                 f"train.keep_at={milestone.text}: {timeline.store} has no word count; "
                 f"make it again with {typed('preprocess.py text')}, or give tokens"
             )
-    if all(milestone.unit == "step" for milestone in wanted):
-        return _counted(wanted, timeline)
-    return _walked(wanted, timeline)
+    if any(milestone.unit != "step" for milestone in wanted):
+        return _walked(wanted, timeline)
+    length = timeline.length()
+    for milestone in wanted:
+        if milestone.amount > length:
+            raise BadInput(f"train.keep_at={milestone.text}: {timeline.end(length)}")
+    return frozenset(milestone.amount for milestone in wanted)
 
 
 def steps_without_data(keep_at: str | Sequence[int | str], steps: int) -> frozenset[int] | None:
@@ -175,15 +179,6 @@ def _log(every: int | None, length: int) -> frozenset[int]:
     gap = Fraction(length, PARTS) if every is None else Fraction(every)
     powers = [2**i for i in range(length.bit_length()) if 2**i < gap]
     return frozenset([0, *powers, *(ceil(i * gap) for i in range(1, int(length / gap) + 1))])
-
-
-def _counted(milestones: Sequence[Milestone], timeline: Timeline) -> frozenset[int]:
-    """The steps of milestones that all count steps."""
-    length = timeline.length() if milestones else 0
-    for milestone in milestones:
-        if milestone.amount > length:
-            raise BadInput(f"train.keep_at={milestone.text}: {timeline.end(length)}")
-    return frozenset(milestone.amount for milestone in milestones)
 
 
 def _walked(milestones: Sequence[Milestone], timeline: Timeline) -> frozenset[int]:
@@ -248,16 +243,15 @@ class Trajectory:
 
     def announcement(self, run: Path, step: int) -> str:
         """A line that says what the run will write after this step; "" if it will write nothing."""
-        number = self.ahead(step)
-        line = ""
-        if number:
+        clauses = []
+        if number := self.ahead(step):
             behind = f", after step {step:,}" if step else ""
-            total = _size(self.bytes * number)
-            line = f"{self._checkpoints(step)}, {total}, in {run / 'trajectory'}{behind}"
+            total = f"{_size(self.bytes * number)}, in {run / 'trajectory'}"
+            clauses.append(f"{self._checkpoints(step)}, {total}{behind}")
         if self.of_other:
             steps = ", ".join(map(str, sorted(self.of_other)))
-            line += f"{'; ' if line else ''}the run that it branched from kept these steps: {steps}"
-        return f"trajectory: {line}" if line else ""
+            clauses.append(f"the run that it branched from kept these steps: {steps}")
+        return f"trajectory: {'; '.join(clauses)}" if clauses else ""
 
     def missing(self, run: Path, step: int) -> str:
         """A line that names the missing checkpoints up to a step; "" if none is missing."""
@@ -272,8 +266,7 @@ class Trajectory:
         )
 
     def _checkpoints(self, step: int) -> str:
-        number = self.ahead(step)
-        return f"{number:,} checkpoint{'s' if number > 1 else ''} of {_size(self.bytes)}"
+        return f"{many(self.ahead(step), 'checkpoint')} of {_size(self.bytes)}"
 
 
 def _replaced(run: Path, step: int) -> Iterator[Path]:

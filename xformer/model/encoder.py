@@ -52,8 +52,8 @@ class Norm(nn.Module):
 class AddNorm(Norm):
     """The residual sum z = x + dropout(y), and its LayerNorm."""
 
-    def __init__(self, config: ModelConfig, width: int, rate: float):
-        super().__init__(config, width)
+    def __init__(self, config: ModelConfig, rate: float):
+        super().__init__(config, config.hidden)
         self.rate = rate
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -152,18 +152,19 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, number: int):
         super().__init__()
-        C, form, pre_norm = config.hidden, config.dropout_form, config.norm == "pre"
+        form, pre_norm = config.dropout_form, config.norm == "pre"
         after_attention = 0.0 if form == "distilbert" else config.dropout
         after_attention = config.attention_dropout if form == "modernbert" else after_attention
         after_mlp = 0.0 if form in ("albert", "modernbert") else config.dropout
         self.attention = Attention(config)
         self.attention_norm: nn.Module = nn.Identity()
-        if number > 0 or config.first_norm:
-            norm = Norm(config, C) if pre_norm else AddNorm(config, C, after_attention)
-            self.attention_norm = norm
+        if not pre_norm:
+            self.attention_norm = AddNorm(config, after_attention)
+        elif number > 0 or config.first_norm:
+            self.attention_norm = Norm(config, config.hidden)
         self.mlp = MLP(config)
         # A pre-LN layer adds the output of attention to the residual in mlp_norm.
-        self.mlp_norm = AddNorm(config, C, after_attention if pre_norm else after_mlp)
+        self.mlp_norm = AddNorm(config, after_attention if pre_norm else after_mlp)
         self.pre_norm, self.after_mlp = pre_norm, after_mlp
 
     def forward(

@@ -57,12 +57,11 @@ def fast_here() -> Precision:
 def speed_note(device: torch.device, precision: str, tf32: bool = False) -> str:
     """A line that says that `precision` is slow on this device and what to set, or ""."""
     if precision == "bf16":
-        if device.type == "cuda":
-            fast, name = bool(reason_for_bf16(device)), "GPU"
-        else:
-            fast, name = bool(instructions()), "processor"
-        slower = f"this {name} has no bf16 instructions: system.precision=fp32 is faster here"
-        return "" if fast else slower
+        cuda = device.type == "cuda"
+        if reason_for_bf16(device) if cuda else instructions():
+            return ""
+        name = "GPU" if cuda else "processor"
+        return f"this {name} has no bf16 instructions: system.precision=fp32 is faster here"
     if device.type == "cpu" or tf32 or not reason_for_bf16(device):
         return ""
     return (

@@ -68,7 +68,7 @@ class Choice(Pooled):
 
     def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
         group = np.arange(split.rows) // split.together
-        return {"outputs": outputs, "label": np.asarray(split.columns["label"]), "group": group}
+        return {"outputs": outputs, "label": split.columns["label"], "group": group}
 
     def score(self, predictions: Predictions) -> dict[str, float]:
         """Means over questions."""
@@ -103,7 +103,7 @@ class Choice(Pooled):
         return table
 
     def gold(self, split: Split) -> list[str] | None:
-        labels = np.asarray(split.columns["label"])[:: split.together].tolist()
+        labels = split.columns["label"][:: split.together].tolist()
         names = ["" if label < 0 else str(self._first + label) for label in labels]
         return names if self.has_labels(split) else None
 

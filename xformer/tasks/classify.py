@@ -70,10 +70,14 @@ class Pooled(Task):
         return 2 * C * (self.outputs + C * self.has_pooler(config)) * work.rows
 
     def has_unlabelled(self, split: Split) -> bool:
-        return bool((np.asarray(split.columns["label"]) < 0).any())
+        return bool((split.columns["label"] < 0).any())
 
     def has_labels(self, split: Split) -> bool:
-        return bool((np.asarray(split.columns["label"]) != UNLABELLED).any())
+        return bool((split.columns["label"] != UNLABELLED).any())
+
+    def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
+        names = [name for name in ("label", "group") if name in split.columns]
+        return {"outputs": outputs, **{name: split.columns[name] for name in names}}
 
 
 class Classify(Pooled):
@@ -145,7 +149,7 @@ class Classify(Pooled):
         return f'every row is predicted as "{name}", the label of {share:.1%} of them'
 
     def note(self, split: Split) -> str:
-        labels = np.asarray(split.columns["label"])
+        labels = split.columns["label"]
         unseen = int((labels == UNSEEN).sum())
         if not unseen:
             return ""
@@ -153,9 +157,6 @@ class Classify(Pooled):
             f"{unseen:,} of {len(labels):,} rows have classes that do not occur in training: they "
             "count as wrong"
         )
-
-    def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
-        return of_groups(outputs, split)
 
     def score(self, predictions: Predictions) -> dict[str, float]:
         """The loss is a mean over rows. If rows form groups, the other metrics are over groups. The
@@ -186,7 +187,7 @@ class Classify(Pooled):
 
     def gold(self, split: Split) -> list[str] | None:
         names = {UNLABELLED: "", UNSEEN: "(unseen)"} | dict(enumerate(self.head.labels))
-        labels = np.asarray(split.columns["label"]).tolist()
+        labels = split.columns["label"].tolist()
         return [names[label] for label in labels] if self.has_labels(split) else None
 
     def _likeliest(self, chances: np.ndarray, best: np.ndarray | None = None) -> Table:
@@ -201,7 +202,7 @@ class Classify(Pooled):
     def _of_groups(self, chances: np.ndarray, split: Split) -> Table:
         """One line per group: the class that its rows vote for, as in scoring, and the mean
         probability over the rows."""
-        groups = np.asarray(split.columns["group"])
+        groups = split.columns["group"]
         best = vote(np.log(np.maximum(chances, 1e-30)), groups).argmax(1)
         table = self._likeliest(mean_by_group(chances, groups), best)
         _, first, counts = np.unique(groups, return_index=True, return_counts=True)
@@ -220,13 +221,6 @@ def balanced(labels: np.ndarray, classes: int) -> tuple[float, ...]:
 
 
 # --------------------------------------------------------------------------------- rows and groups
-
-
-def of_groups(outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
-    """The outputs and labels of rows, and their group numbers if they form groups."""
-    arrays = {"outputs": outputs, "label": np.asarray(split.columns["label"])}
-    group = split.columns.get("group")
-    return arrays if group is None else arrays | {"group": np.asarray(group)}
 
 
 def known_rows(

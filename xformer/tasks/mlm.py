@@ -98,12 +98,6 @@ class MLM(Task):
         logits: Tensor = model.mlm_head(x, model.encoder.embeddings.word.weight)
         return logits
 
-    def _by_token(self, model: Model, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of each masked token, (M,), and 1 if its prediction is correct, else 0, (M,)."""
-        logits = self._logits_of(model, x)[: len(targets)].float()
-        losses = F.cross_entropy(logits, targets, reduction="none")
-        return losses, (logits.detach().argmax(1) == targets).float()
-
     @property
     def meaning(self) -> str:
         share = f"{100 * self.head.masking:.3g} % of all"
@@ -131,9 +125,12 @@ class MLM(Task):
     ) -> Tensor:
         """The three numbers that evaluation keeps for each row, (N, 3). x (M, C) are the hidden
         states of the masked tokens."""
-        assert batch.targets is not None
+        targets = batch.targets
+        assert targets is not None
         assert host.places is not None
-        tokens = torch.stack(self._by_token(model, x, batch.targets), 1)  # (M, 2)
+        logits = self._logits_of(model, x)[: len(targets)].float()  # (M, V)
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        tokens = torch.stack([losses, (logits.argmax(1) == targets).float()], 1)  # (M, 2)
         counts = np.diff(np.searchsorted(host.places, host.cu_seqlens))
         row = np.repeat(np.arange(len(counts)), counts)
         within = ragged_arange(np.zeros_like(counts), counts)

@@ -69,14 +69,14 @@ class Pairs(MLM):
         return host.rows, torch.cat([self.by_row(model, masked, batch, host), pairs], 1)
 
     def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
-        pairs = {"outputs": outputs[:, 3:], "label": np.asarray(split.columns["label"])}
+        pairs = {"outputs": outputs[:, 3:], "label": split.columns["label"]}
         return super().as_arrays(outputs, split) | pairs
 
     def has_unlabelled(self, split: Split) -> bool:
-        return bool((np.asarray(split.columns["label"]) < 0).any())
+        return bool((split.columns["label"] < 0).any())
 
     def metrics_on(self, split: Split) -> list[str]:
-        labelled = (np.asarray(split.columns["label"]) != UNLABELLED).any()
+        labelled = (split.columns["label"] != UNLABELLED).any()
         return list(self.metrics if labelled else MLM.metrics)
 
     def score(self, predictions: Predictions) -> dict[str, float]:

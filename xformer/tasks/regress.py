@@ -13,7 +13,7 @@ from torch import Tensor
 from xformer.data.batch import Batch
 from xformer.data.errors import BadInput
 from xformer.data.store import Split
-from xformer.tasks.classify import Pooled, first_by_group, known_rows, mean_by_group, of_groups
+from xformer.tasks.classify import Pooled, first_by_group, known_rows, mean_by_group
 from xformer.tasks.task import (
     HIGHER,
     LOWER,
@@ -75,13 +75,10 @@ class Regress(Pooled):
         )
 
     def has_unlabelled(self, split: Split) -> bool:
-        return bool(np.isnan(np.asarray(split.columns["label"])).any())
+        return bool(np.isnan(split.columns["label"]).any())
 
     def has_labels(self, split: Split) -> bool:
-        return bool((~np.isnan(np.asarray(split.columns["label"]))).any())
-
-    def as_arrays(self, outputs: np.ndarray, split: Split) -> dict[str, np.ndarray]:
-        return of_groups(outputs, split)
+        return bool((~np.isnan(split.columns["label"])).any())
 
     def score(self, predictions: Predictions) -> dict[str, float]:
         """The loss is a mean over rows. If rows form groups, the correlations are over groups, with
@@ -102,7 +99,7 @@ class Regress(Pooled):
         return {"score": [str(score) for score in outputs[:, 0]]} | of_rows(split)
 
     def gold(self, split: Split) -> list[str] | None:
-        labels = np.asarray(split.columns["label"])
+        labels = split.columns["label"]
         known = self.has_labels(split)
         return ["" if np.isnan(label) else str(label) for label in labels] if known else None
 

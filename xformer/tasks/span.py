@@ -117,8 +117,8 @@ class Span(Task):
             "loss": outputs[:, LOSS],
             "first": outputs[:, FIRST].astype(np.int64),
             "last": outputs[:, LAST].astype(np.int64),
-            "group": np.asarray(columns["group"]),
-            "label": np.asarray(columns["label"]),
+            "group": columns["group"],
+            "label": columns["label"],
         }
 
     def questions(self, outputs: np.ndarray, split: Split) -> Questions:
@@ -242,7 +242,7 @@ def asked(predictions: Predictions) -> tuple[list[str], np.ndarray, list[list[st
 def answers(outputs: np.ndarray, split: Split) -> tuple[list[str], np.ndarray]:
     """From the outputs of all windows of a split: the text of each question's best span, and by how
     much "no answer" scores higher than that span, (Q,)."""
-    groups = np.asarray(split.columns["group"])
+    groups = split.columns["group"]
     best, margin = best_windows(outputs[:, BEST], outputs[:, NO_ANSWER], groups)
     ends = outputs[best][:, [FIRST, LAST]].astype(np.int64).tolist()
     return [answer(split, row, *both) for row, both in zip(best, ends, strict=True)], margin

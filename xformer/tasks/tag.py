@@ -57,7 +57,9 @@ class Tag(Task):
         """(M, K) for the labelled tokens, or (T, K) for all if the batch has no `places`."""
         x = model.encoder(batch, places=batch.places, depth=self.head.layer)
         x = model.states(x) if self.head.layer is None else x  # a probe reads them without a pooler
-        logits: Tensor = model.task_head(model.drop(x, dropout_of_tokens(model)))
+        config = model.config
+        rate = config.dropout if config.dropout_form == "distilbert" else config.before_head
+        logits: Tensor = model.task_head(model.drop(x, rate))
         return logits
 
     def loss(self, model: Model, batch: Batch[Tensor]) -> Loss:
@@ -154,12 +156,6 @@ class Tag(Task):
             places = column.offsets[row] + np.flatnonzero(column[row] != IGNORED)
             rows.append(" ".join(names[numbers[places]]))
         return rows
-
-
-def dropout_of_tokens(model: Model) -> float:
-    """The dropout rate before a head that reads every token."""
-    config = model.config
-    return config.dropout if config.dropout_form == "distilbert" else config.before_head
 
 
 def scored_tokens(
