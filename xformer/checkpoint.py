@@ -413,6 +413,7 @@ def resolve(path: str | Path) -> Path:
     selected. A path that does not exist can name a checkpoint that comes with the package,
     such as micro/english. Raises BadInput if there is no checkpoint."""
     given, path = Path(path), installed(path)
+    door = typed("python -m xformer.convert from-hf")
     put_back(path)
     if (path / "manifest.json").is_file():
         return path
@@ -431,9 +432,7 @@ def resolve(path: str | Path) -> Path:
         hint = near(given)
         may_be_on_the_hub = given.parent == Path() or not given.parent.is_dir()
         if not hint and may_be_on_the_hub:
-            hint = typed(
-                "; a model of Hugging Face is imported by python -m xformer.convert from-hf"
-            )
+            hint = f"; a model of Hugging Face is imported by {door}"
         raise BadInput(f"the checkpoint {given} does not exist{where}{hint}")
     several = [manifest.parent.name for manifest in path.glob("step_*/manifest.json")]
     if several:  # such as a run's trajectory
@@ -443,7 +442,7 @@ def resolve(path: str | Path) -> Path:
         remedy = "give the directory of a checkpoint or of a finished run"
         raise BadInput(f"{path} is not a checkpoint but {what}: {remedy}")
     foreign = (path / "config.json").is_file()
-    hint = typed("; import it with python -m xformer.convert from-hf") if foreign else ""
+    hint = f"; import it with {door}" if foreign else ""
     raise BadInput(f"{path} is not a checkpoint (no manifest.json){hint}")
 
 
@@ -502,7 +501,7 @@ def load(path: str | Path, verified: bool = False) -> Checkpoint:
         )
     try:
         config = ModelConfig(**meta["model"])
-        head = Head(**meta["head"]) if meta["head"] else None
+        head = _head(meta["head"]) if meta["head"] else None
         history = tuple(meta["history"])
     except (KeyError, TypeError, ValidationError) as error:
         raise BadInput(f"{path / 'config.json'} is damaged: {error!r}") from None
@@ -511,10 +510,6 @@ def load(path: str | Path, verified: bool = False) -> Checkpoint:
             f"{path / 'config.json'}: this version has no head {head.kind!r}, only "
             f"{', '.join(TASKS)}"
         )
-    if head is not None:
-        (mean, deviation), class_weights = head.scale, tuple(head.class_weights)  # lists in JSON
-        labels = tuple(head.labels)
-        head = replace(head, labels=labels, class_weights=class_weights, scale=(mean, deviation))
     source = mapping = None
     if (path / "input").is_dir():
         source = tokenizers.load_tokenizer(path / "input")
@@ -523,9 +518,14 @@ def load(path: str | Path, verified: bool = False) -> Checkpoint:
         name: weight.float() if weight.dtype in HALF else weight
         for name, weight in load_tensors(path / "model.safetensors").items()
     }
-    return Checkpoint(
-        config, weights, tokenizers.load_tokenizer(path), head, history, source, mapping
-    )
+    tokenizer = tokenizers.load_tokenizer(path)
+    return Checkpoint(config, weights, tokenizer, head, history, source, mapping)
+
+
+def _head(values: dict[str, Any]) -> Head:
+    """The head with these values, which were read from JSON, so that tuples became lists."""
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    return Head(**given)
 
 
 def load_tensors(path: str | Path) -> dict[str, Tensor]:

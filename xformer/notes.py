@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -40,89 +40,65 @@ def notes_of(
     assert task is not None
     fresh, dropped = checkpoints.changed_weights(before, start)
     notes = [
-        *(f"surgery: {step.op} ({registry.in_words(step.op)})" for step in recipe.surgery),
-        _unused_labels(store, task),
-        _random_weights(recipe, task, start),
-        _other_letters(recipe, start),
-        _exchanged_letters(recipe, start),
-        _new_weights(fresh) if recipe.init is not None else "",
-        _dropped_weights(dropped, task),
-        _class_weights(task),
+        *_about_start(recipe, store, task, fresh, dropped, start),
         task.meaning,
         _other_ids(recipe, before, start, store),
         _low_rate(recipe, start, overrides),
         _missing_classes(recipe, store, samples),
         _far_scores(recipe, store, samples),
+        *describe_frozen(start, weights_matching(start, recipe.train.only), fresh),
     ]
-    frozen = describe_frozen(start, weights_matching(start, recipe.train.only), fresh)
-    return [*filter(None, notes), *frozen]
+    return [*filter(None, notes)]
 
 
-# Each function below returns a line, or "" if there is nothing to say.
-
-
-def _unused_labels(store: Store, task: Task) -> str:
-    if not task.predicts_masked or store.kind == "text" or task.head.pair_scale:
-        return ""
-    texts = "its pairs of texts" if task.head.pair else "its texts"
-    return f"{store.name} has labels; head=mlm does not use them, only {texts}"
-
-
-def _random_weights(recipe: Recipe, task: Task, start: Checkpoint) -> str:
-    if recipe.init is not None or task.predicts_masked:
-        return ""
-    size = sum(weight.numel() for weight in start.weights.values())
-    line = f"no init= is given: all {size:,} weights are random"
-    if recipe.model.architecture == "transformer":
-        line += "; init=CHECKPOINT, such as init=micro/english, starts from a trained encoder"
-    return line
-
-
-def _other_letters(recipe: Recipe, start: Checkpoint) -> str:
-    if recipe.model.architecture != "hilbert_cnn" or "L" not in start.tokenizer.pieces:
-        return ""
-    return (
-        "warning: hilbert_cnn reads A C G T alone, but the store's tokenizer also has letters "
-        "of proteins"
-    )
-
-
-def _exchanged_letters(recipe: Recipe, start: Checkpoint) -> str:
+def _about_start(
+    recipe: Recipe,
+    store: Store,
+    task: Task,
+    fresh: Sequence[str],
+    dropped: Sequence[str],
+    start: Checkpoint,
+) -> Iterator[str]:
+    """Notes about operations on the weights, labels that are not used, letters, weights that are
+    new (`fresh`) or `dropped`, and class weights."""
+    for step in recipe.surgery:
+        yield f"surgery: {step.op} ({registry.in_words(step.op)})"
+    if task.predicts_masked and store.kind != "text" and not task.head.pair_scale:
+        texts = "its pairs of texts" if task.head.pair else "its texts"
+        yield f"{store.name} has labels; head=mlm does not use them, only {texts}"
+    if recipe.init is None and not task.predicts_masked:
+        size = sum(weight.numel() for weight in start.weights.values())
+        line = f"no init= is given: all {size:,} weights are random"
+        if recipe.model.architecture == "transformer":
+            line += "; init=CHECKPOINT, such as init=micro/english, starts from a trained encoder"
+        yield line
+    if recipe.model.architecture == "hilbert_cnn" and "L" in start.tokenizer.pieces:
+        yield (
+            "warning: hilbert_cnn reads A C G T alone, but the store's tokenizer also has letters "
+            "of proteins"
+        )
     at_random = mapping.parse(recipe.mapping)[0] in ("symbols", "unused")
     both = {start.tokenizer.symbols, (start.source or start.tokenizer).symbols}
-    if not at_random or both != {"letters"}:
-        return ""
-    return (
-        f"warning: mapping={recipe.mapping} exchanges letters at random; a store that is made "
-        "with --tokenizer CHECKPOINT keeps them"
-    )
+    if at_random and both == {"letters"}:
+        yield (
+            f"warning: mapping={recipe.mapping} exchanges letters at random; a store that is made "
+            "with --tokenizer CHECKPOINT keeps them"
+        )
+    new, gone = (sorted({name.split(".")[0] for name in names}) for names in (fresh, dropped))
+    if new and recipe.init is not None:
+        why = " (the checkpoint has no MLM head; its decoder is tied to the word embeddings)"
+        yield f"new weights: {', '.join(new)}{why if 'mlm_head' in new else ''}"
+    if gone:
+        why = " (head=mlm trains no pooler, so a fine-tuning of this run begins with a new one)"
+        unused = task.predicts_masked and "pooler" in gone
+        yield f"dropped weights: {', '.join(gone)}{why if unused else ''}"
+    if task.head.class_weights:
+        pairs = zip(task.head.labels, task.head.class_weights, strict=True)
+        weights = ", ".join(f"{name} {weight:.3g}" for name, weight in pairs)
+        yield f"class weights of the training loss: {weights}"
 
 
-def _new_weights(fresh: Sequence[str]) -> str:
-    if not (parts := _parts(fresh)):
-        return ""
-    why = " (the checkpoint has no MLM head; its decoder is tied to the word embeddings)"
-    return f"new weights: {', '.join(parts)}{why if 'mlm_head' in parts else ''}"
-
-
-def _dropped_weights(dropped: Sequence[str], task: Task) -> str:
-    if not (parts := _parts(dropped)):
-        return ""
-    why = " (head=mlm trains no pooler, so a fine-tuning of this run begins with a new one)"
-    unused = task.predicts_masked and "pooler" in parts
-    return f"dropped weights: {', '.join(parts)}{why if unused else ''}"
-
-
-def _parts(names: Sequence[str]) -> list[str]:
-    return sorted({name.split(".")[0] for name in names})
-
-
-def _class_weights(task: Task) -> str:
-    if not task.head.class_weights:
-        return ""
-    pairs = zip(task.head.labels, task.head.class_weights, strict=True)
-    weights = ", ".join(f"{name} {weight:.3g}" for name, weight in pairs)
-    return f"class weights of the training loss: {weights}"
+# Each function below returns a note, or "" if there is nothing to say.
 
 
 def _other_ids(recipe: Recipe, before: Checkpoint, start: Checkpoint, store: Store) -> str:

@@ -19,7 +19,7 @@ from xformer.data import mapping
 from xformer.model.config import NEWER, ModelConfig
 from xformer.optim import OptimConfig
 from xformer.parallel.processes import TrainingSystem
-from xformer.surgery.registry import OPERATIONS, Operation
+from xformer.surgery.registry import OPERATIONS, Operation, Seed
 from xformer.tasks.known import TASKS
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ LATER = (
     *(f"model.{name}" for name in NEWER),
 )
 UNUSED = {"train.epochs": "train.steps", "batch.rows": "batch.tokens"}  # if the other is not 0
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Seeds(Settings):

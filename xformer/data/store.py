@@ -238,38 +238,7 @@ class Store:
 
     def _open(self, name: str) -> Split:
         meta = self.meta["splits"][name]
-        columns: dict[str, Any] = {}
-        for column in self.meta["columns"]:
-            table = column.partition(".")[0] if "." in column else None
-            rows = meta["tables"][table] if table else meta["rows"]
-            values = self._map(f"{name}/{column}.npy", meta)
-            expected = self.meta["columns"][column]
-            if (
-                values.ndim == 0
-                or str(np.dtype((values.dtype, values.shape[1:]))) != expected["dtype"]
-            ):
-                raise BadInput(
-                    f"{self.path / name}/{column}.npy is not of the type in store.json: {REMEDY}"
-                )
-            if expected["ragged"]:
-                offsets = self._map(f"{name}/{column}.offsets.npy", meta)
-                if (
-                    offsets.ndim != 1
-                    or offsets.dtype.kind != "i"
-                    or len(offsets) != rows + 1
-                    or offsets[-1] != len(values)
-                ):
-                    raise BadInput(
-                        f"{self.path / name}/{column}.offsets.npy contradicts its values: {REMEDY}"
-                    )
-                columns[column] = Ragged(values, offsets)
-            else:
-                columns[column] = values
-            if len(columns[column]) != rows:
-                raise BadInput(
-                    f"{self.path / name}/{column}.npy has {len(columns[column])} rows, not {rows}: "
-                    f"{REMEDY}"
-                )
+        columns = {column: self._column(name, column, meta) for column in self.meta["columns"]}
         words = meta.get("words")
         if words is not None and (type(words) is not int or words < 0):
             raise ValueError(f"words is {words!r}")
@@ -280,7 +249,27 @@ class Store:
             )
         return Split(name, meta["rows"], meta["tokens"], columns, words, self.choices)
 
+    def _column(self, split: str, column: str, meta: dict[str, Any]) -> Ragged | np.ndarray:
+        """Map a column of a split whose entry in store.json is `meta`. Raises BadInput if the files
+        do not fit store.json."""
+        table, dot, _ = column.partition(".")
+        rows = meta["tables"][table] if dot else meta["rows"]
+        file, expected = f"{split}/{column}", self.meta["columns"][column]
+        values = self._map(f"{file}.npy", meta)
+        if not values.ndim or str(np.dtype((values.dtype, values.shape[1:]))) != expected["dtype"]:
+            raise BadInput(f"{self.path / file}.npy is not of the type in store.json: {REMEDY}")
+        if not expected["ragged"]:
+            if len(values) == rows:
+                return values
+            raise BadInput(f"{self.path / file}.npy has {len(values)} rows, not {rows}: {REMEDY}")
+        offsets = self._map(f"{file}.offsets.npy", meta)
+        one_each = offsets.ndim == 1 and offsets.dtype.kind == "i" and len(offsets) == rows + 1
+        if not one_each or offsets[-1] != len(values):
+            raise BadInput(f"{self.path / file}.offsets.npy contradicts its values: {REMEDY}")
+        return Ragged(values, offsets)
+
     def _map(self, file: str, meta: dict[str, Any]) -> np.ndarray:
+        """Map a file of a split. Raises BadInput if it is missing or has another size."""
         path = self.path / file
         if not path.is_file():
             raise BadInput(f"{path} is missing, so the store is incomplete: {REMEDY}")

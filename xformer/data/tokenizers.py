@@ -293,14 +293,12 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         if not path.exists():
             hint = near(Path(directory)) or "; give a tokenizer, a store, a run or micro/english"
             raise BadInput(f"the tokenizer {directory} does not exist{hint}")
-        door = "python preprocess.py tokenizer --from FILE"
+        door = typed("python preprocess.py tokenizer --from FILE")
         if (path / "config.json").is_file():  # a model of transformers
-            door = f"python -m xformer.convert from-hf {path} CHECKPOINT, with its model"
-        raise BadInput(
-            typed(
-                f"{path} holds no tokenizer ({META} is missing); import a published one with {door}"
-            )
-        )
+            from_hf = typed("python -m xformer.convert from-hf")
+            door = f"{from_hf} {path} CHECKPOINT, with its model"
+        lacks = f"{path} holds no tokenizer ({META} is missing)"
+        raise BadInput(f"{lacks}; import a published one with {door}")
     meta = read_json(path / META)
     try:
         fingerprint, _ = meta.pop("fingerprint"), meta.pop("vocab_size")
