@@ -989,6 +989,23 @@ def test_a_fraction_without_a_class_is_pointed_out(
     assert f"warning: fraction=0.001 leaves out every row of {gone}" in job.notes
     whole = prepare(load(Recipe, training(CLASSIFY, data.classes, tmp_path / "all")[1:]), ALONE)
     assert not any("leaves out every row" in note for note in whole.notes)
+    masked = training(SMOKE, data.classes, tmp_path / "masked", "fraction=0.001")
+    notes = prepare(load(Recipe, masked[1:]), ALONE).notes
+    assert not any("leaves out every row" in note for note in notes)  # it uses no classes
+
+
+def test_a_run_does_not_delete_what_it_starts_from(data: Toys, tmp_path: Path) -> None:
+    run, english = tmp_path / "run", checkpoints.load("micro/english")
+    for folder in ("checkpoints", "trajectory"):
+        init = run / folder / "step_1"
+        checkpoints.save(english, init)
+        settings = ["mapping=ids", f"init={init}", "overwrite=true"]
+        recipe = load(Recipe, [CLASSIFY, f"data={data.classes}", f"run={run}", *settings])
+        with pytest.raises(
+            BadInput, match=f"overwrite=true would delete init={init}: give another"
+        ):
+            prepare(recipe, ALONE)
+        prepare(recipe.model_copy(update={"run": str(tmp_path / "other")}), ALONE)
 
 
 def test_letters_that_are_exchanged_at_random_are_pointed_out(

@@ -32,9 +32,10 @@ def weights_matching(checkpoint: Checkpoint, patterns: Sequence[str]) -> set[str
         matching = {name for name in checkpoint.weights if _matches(name, pattern)}
         if not matching:
             beginnings = sorted({b for name in checkpoint.weights for b in _beginnings(name)})
+            parts = dict.fromkeys(_beginnings(name)[0] for name in checkpoint.weights)
+            hint = nearest(pattern, beginnings) or f"; there are {', '.join(parts)}"
             raise BadInput(
-                f"train.only={pattern!r} matches no weight"
-                f"{nearest(pattern, beginnings) or _parts(checkpoint)}; for example, "
+                f"train.only={pattern!r} matches no weight{hint}; for example, "
                 """train.only='["layers.0", "layers.1"]' trains two layers"""
             )
         trained |= matching
@@ -69,9 +70,3 @@ def _beginnings(name: str, whole: bool = False) -> list[str]:
     A leading "encoder." is removed first. With `whole`, the beginnings with it are returned too."""
     names = [name.removeprefix("encoder."), *([name] if whole else [])]
     return [b for each in names for b in accumulate(each.split("."), lambda a, b: f"{a}.{b}")]
-
-
-def _parts(checkpoint: Checkpoint) -> str:
-    """The end of a message: the shortest beginnings, for a pattern that is near no name."""
-    parts = dict.fromkeys(_beginnings(name)[0] for name in checkpoint.weights)
-    return f"; there are {', '.join(parts)}"

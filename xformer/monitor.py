@@ -70,12 +70,11 @@ class Monitor:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if not self.active:
             return
-        if error is not None:
-            if isinstance(error, Interrupted):
-                self.event("stopped", self.step)
-            else:
-                why = reason(error) if isinstance(error, Exception) else ""
-                self.event("failed", self.step, why=why or type(error).__name__)
+        if isinstance(error, Interrupted):
+            self.event("stopped", self.step)
+        elif error is not None:
+            why = reason(error) if isinstance(error, Exception) else ""
+            self.event("failed", self.step, why=why or type(error).__name__)
         self.progress.close()
         self._on_board(self.board.close)
         self._write()

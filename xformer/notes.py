@@ -44,7 +44,7 @@ def notes_of(
         task.meaning,
         _other_ids(recipe, before, start, store),
         _low_rate(recipe, start, overrides),
-        _missing_classes(recipe, store, samples),
+        _missing_classes(recipe, store, samples) if task.named_classes else "",
         _far_scores(recipe, store, samples),
         *describe_frozen(start, weights_matching(start, recipe.train.only), fresh),
     ]

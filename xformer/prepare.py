@@ -169,16 +169,18 @@ def _earlier(run: Path) -> str:
 
 
 def _initial(recipe: Recipe, store: Store, overrides: Collection[str] | None) -> Checkpoint:
-    """The checkpoint of `init=`, or fresh weights. Raises BadInput if a weight is not finite."""
+    """The checkpoint of `init=`, or fresh weights. Raises BadInput if a weight is not finite, or if
+    `overwrite` would delete the checkpoint, without which the run could not be continued."""
     if recipe.init is None:
         return checkpoints.fresh(recipe.model, store.tokenizer(), recipe.seed.of("weights"))
-    start = checkpoints.load(recipe.init)
+    start, given = checkpoints.load(recipe.init), f"init={recipe.init}"
+    run = checkpoints.resolve(recipe.init).absolute().parent.parent  # if a run has written it
+    if recipe.overwrite and run.resolve() == Path(recipe.run).resolve():
+        raise BadInput(f"overwrite=true would delete {given}: give another run=")
     start = replace(start, config=with_dropout(start.config, recipe.model, overrides))
     for name, weight in start.weights.items():
         if not weight.isfinite().all():
-            raise BadInput(
-                f"init={recipe.init}: its weight {name} is not finite; give another checkpoint"
-            )
+            raise BadInput(f"{given}: its weight {name} is not finite; give another checkpoint")
     return start
 
 
