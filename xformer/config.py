@@ -69,6 +69,9 @@ def _paths(value: Any, info: ValidationInfo) -> Any:
 
 Paths = Annotated[str | tuple[str, ...], BeforeValidator(_paths)]  # a path, or a list of paths
 MaybePaths = Annotated[str | tuple[str, ...] | None, BeforeValidator(_paths)]
+# types of fields that take strings, and the types in Paths and MaybePaths
+TEXT = (str, str | None)
+PATHS = (str | tuple[str, ...], str | tuple[str, ...] | None)
 
 
 def each_text(value: Any, change: Callable[[str], str]) -> Any:
@@ -459,10 +462,6 @@ def all_keys(schema: type[BaseModel], prefix: str = "") -> dict[str, Any]:
         else:
             keys[f"{prefix}{name}"] = field.annotation
     return keys
-
-
-TEXT = (str, str | None)
-PATHS = (str | tuple[str, ...], str | tuple[str, ...] | None)  # the types in Paths and MaybePaths
 
 
 def _is_group(annotation: Any) -> TypeGuard[type[BaseModel]]:

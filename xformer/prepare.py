@@ -78,16 +78,16 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
             f"batch.tokens={recipe.batch.tokens} is too small for one question: "
             f"{split.together} rows of batch.max_tokens={recipe.batch.max_tokens}"
         )
-    train_assembler = Assembler(split, start.tokenizer, recipe.batch.max_tokens, array)
-    samples = _samples(recipe, store, train_assembler)
+    training_rows = Assembler(split, start.tokenizer, recipe.batch.max_tokens, array)
+    samples = _samples(recipe, store, training_rows)
     head = _head(recipe, store, samples)
     task = task_of(head)
-    _check_rows(task, store, train_assembler)
+    _check_rows(task, store, training_rows)
     before, start = start, start.with_head(head, recipe.seed.of("weights"))
     start = _with_mapping(start, recipe, store, array)
     notes = replaced + notes_of(recipe, overrides, store, samples, before, start)
     metric = _metric(recipe, task, store)
-    setup = Setup(recipe, ranks, store, start, train_assembler, samples, metric, notes, precision)
+    setup = Setup(recipe, ranks, store, start, training_rows, samples, metric, notes, precision)
     _ = setup.trajectory  # refuses wrong marks now, before anything is written
     return setup
 

@@ -290,12 +290,11 @@ def announce(setup: Setup, model: Model, monitor: Monitor) -> None:
     remedy = longest_remedy(setup.task.head, limit - setup.training_rows.extra)
     if note := setup.training_rows.truncation(f"batch.max_tokens={limit}", most, remedy):
         monitor.say(note)
-    parameters = sum(p.numel() for p in model.parameters())
     monitor.event(
         "start",
         0,
         steps=setup.planned_steps,
-        parameters=parameters,
+        parameters=sum(p.numel() for p in model.parameters()),
         rows=setup.samples.per_epoch,
         tokens=setup.training_tokens,
         ranks=setup.ranks.world_size,

@@ -40,6 +40,7 @@ class Norm(nn.Module):
         self.by_variance = config.norm_form == "variance"
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (..., width) -> the same shape."""
         if self.by_variance:
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
         # PLUS divides by the square root of the standard deviation, and x.std divides by C - 1, not

@@ -165,33 +165,44 @@ def start(config: SystemConfig) -> Ranks:
     # oneDNN caches a compiled matrix product for every shape, and packed batches have many shapes
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
     keep_memory()
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
-        if local_rank >= (count := torch.cuda.device_count()):
-            raise BadInput(
-                f"rank {rank} needs its own GPU, but this machine has {count}; start one process "
-                f"per GPU, with --nproc-per-node {count}"
-            )
-        torch.cuda.set_device(device)
-        if config.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = _own_device(rank, config.deterministic)
+    cuda = device.type == "cuda"
     use_tf32(device, config.tf32)
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = usable_cores()
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if local_world_size == 1 and threads.isdigit() and int(threads):  # torchrun itself sets it to 1
-        cores = int(threads)
-    torch.set_num_threads(config.threads or max(1, cores // local_world_size))
+    torch.set_num_threads(config.threads or _own_cores())
     if world_size > 1 and not dist.is_initialized():
         _join("nccl" if cuda else "gloo", rank, world_size)
         _watches.append(Watch(rank, world_size, device))
     if cuda and (note := attention.check_kernels(device)) and rank == 0:
         say(note, error=True)
     return Ranks(rank, world_size, device, _watches[-1] if _watches else None)
+
+
+def _own_device(rank: int, deterministic: bool) -> torch.device:
+    """The device of this rank, which PyTorch then uses by default. Raises BadInput if the machine
+    has fewer GPUs than ranks."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if device.index >= (count := torch.cuda.device_count()):
+        raise BadInput(
+            f"rank {rank} needs its own GPU, but this machine has {count}; start one process "
+            f"per GPU, with --nproc-per-node {count}"
+        )
+    torch.cuda.set_device(device)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    return device
+
+
+def _own_cores() -> int:
+    """This process's share of the cores. A process that runs alone may have OMP_NUM_THREADS."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if processes == 1 and threads.isdigit() and int(threads):  # torchrun itself sets it to 1
+        return int(threads)
+    return max(1, usable_cores() // processes)
 
 
 def _join(backend: str, rank: int, world_size: int) -> None:

@@ -163,8 +163,7 @@ class Classify(Pooled):
         predicted class of a group is the one that most of its rows vote for (Kao & Lee 2021,
         appendix G.4)."""
         logits, labels, _ = known_rows(predictions, predictions.arrays["label"] != UNLABELLED)
-        losses = losses_of(log_softmax(logits), labels)
-        return losses | values_of(self.weighted(predictions))
+        return losses_of(log_softmax(logits), labels) | values_of(self.weighted(predictions))
 
     def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
         """With two classes, f1 is that of class 1, as in GLUE; with more, it is the mean over
