@@ -29,16 +29,16 @@ def check_branch(setup: Setup) -> None:
     if both runs take the same steps up to this checkpoint. Does nothing without
     `train.branch_from`, or if the run has a checkpoint of its own."""
     recipe, given = setup.recipe, f"train.branch_from={setup.recipe.train.branch_from}"
-    begun = checkpoints.by_step(Path(recipe.run) / "checkpoints") and not recipe.overwrite
-    if not recipe.train.branch_from or begun:
+    continues = checkpoints.by_step(Path(recipe.run) / "checkpoints") and not recipe.overwrite
+    if not recipe.train.branch_from or continues:
         return
     path = Path(recipe.train.branch_from)
     run = path.absolute().parent.parent
+    if not path.exists():
+        kept = ", ".join(map(str, checkpoints.by_step(path.parent)))
+        hint = f"; that run has the steps {kept}" if kept else near(path)
+        raise BadInput(f"{given} does not exist{hint}")
     if not (path / "state.json").is_file() or not is_run(run / "config.json"):
-        if not path.exists():
-            kept = ", ".join(map(str, checkpoints.by_step(path.parent)))
-            hint = f"; that run has the steps {kept}" if kept else near(path)
-            raise BadInput(f"{given} does not exist{hint}")
         raise BadInput(
             f"{given} is not a checkpoint with the state of a run: give "
             "RUN/checkpoints/step_N, which train.keep_every keeps"
@@ -56,9 +56,8 @@ def check_branch(setup: Setup) -> None:
     state = State.read(path)
     # the other run's settings at each of its starts up to the checkpoint: a run may be made longer
     starts = [start for start in old["starts"] if start["step"] < state.step]
-    lengths = [
-        validate(Recipe, {**start["config"], "data": recipe.data, "model": {}}) for start in starts
-    ]
+    not_compared = {"data": recipe.data, "model": {}}
+    lengths = [validate(Recipe, {**start["config"], **not_compared}) for start in starts]
     if bool(lengths[0].train.steps) != bool(recipe.train.steps):
         other, this = ("steps" if each.train.steps else "epochs" for each in (lengths[0], recipe))
         raise BadInput(

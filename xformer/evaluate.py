@@ -371,19 +371,8 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     assembler = assembler_for(checkpoint, store, config.split, config.mapping)
     task = checkpoint.task
     assert task is not None
-    if config.predictions and not _is_npz(config.predictions) and task.predicts_masked:
-        raise BadInput(
-            f"predictions={config.predictions}: an MLM head has no table; give a name that ends in "
-            ".npz for the loss of every row"
-        )
-    _check_threshold(config, task)
     scored = task.has_labels(assembler.split)
-    if not scored and (config.out or not config.predictions):
-        what, file = ("answers", "the answers") if task.has_questions else ("labels", "a table")
-        raise BadInput(
-            f"the split {config.split!r} has no {what} to score against; give another split=, or "
-            f"predictions=FILE alone for {file} without scores"
-        )
+    _check_outputs(config, task, scored)
     model = checkpoint.model().to(ranks.device)
     try:
         scores = score(model, assembler, ranks, config.system.precision, config.threshold)
@@ -395,12 +384,7 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
         raise
     if ranks.rank != 0:
         return
-    letters = assembler.max_tokens - assembler.extra
-    _say_truncated(checkpoint, assembler, longest_remedy(task.head, letters))
-    if line := long_windows(task, assembler, store):
-        say(f"warning: {line}, or answers are lost", error=True)
-    if note := task.note(assembler.split):
-        say(note, error=True)
+    _warn(checkpoint, task, store, assembler)
     notes = [] if task.predicts_masked else _trained_on(name, store, assembler.split)
     if task.predicts_masked and store.kind != "text" and not task.head.pair_scale:
         notes.append(f"{store.name} has labels; this checkpoint predicts masked tokens alone")
@@ -428,6 +412,33 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
     if scored:  # last, as the precision
         told = [f"note: {note}" for note in notes]
         say(*filter(None, [*told, task.remark(scores.predictions), task.meaning]), error=True)
+
+
+def _check_outputs(config: EvaluateConfig, task: Task, scored: bool) -> None:
+    """Raise BadInput if the command asks for something that this task does not give, or for scores
+    of a split without labels (not `scored`)."""
+    if config.predictions and not _is_npz(config.predictions) and task.predicts_masked:
+        raise BadInput(
+            f"predictions={config.predictions}: an MLM head has no table; give a name that ends in "
+            ".npz for the loss of every row"
+        )
+    _check_threshold(config, task)
+    if not scored and (config.out or not config.predictions):
+        what, file = ("answers", "the answers") if task.has_questions else ("labels", "a table")
+        raise BadInput(
+            f"the split {config.split!r} has no {what} to score against; give another split=, or "
+            f"predictions=FILE alone for {file} without scores"
+        )
+
+
+def _warn(checkpoint: Checkpoint, task: Task, store: Store, assembler: Assembler) -> None:
+    """Print what is lost by truncation, and a warning about the labels of the split."""
+    letters = assembler.max_tokens - assembler.extra
+    _say_truncated(checkpoint, assembler, longest_remedy(task.head, letters))
+    if line := long_windows(task, assembler, store):
+        say(f"warning: {line}, or answers are lost", error=True)
+    if note := task.note(assembler.split):
+        say(note, error=True)
 
 
 def _trained_on(name: str, store: Store, split: Split) -> list[str]:

@@ -34,7 +34,8 @@ def notes_of(
     """The notes of a run, in the order in which they are printed.
 
     `start` are its initial weights, and `before` are those without the run's head. `overrides` are
-    the keys that the user typed (None: not known).
+    the keys that the user typed (None: not known). Raises BadInput if a pattern of `train.only`
+    matches no weight.
     """
     task = start.task
     assert task is not None
