@@ -480,8 +480,8 @@ class Recorder:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def say(self, line: str) -> None:
-        self.lines.append(line)
+    def say(self, *lines: str) -> None:
+        self.lines += lines
 
     def event(self, *_: object, **values: object) -> None:
         """The numbers of the start."""
