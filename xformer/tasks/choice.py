@@ -72,12 +72,12 @@ class Choice(Pooled):
 
     def score(self, predictions: Predictions) -> dict[str, float]:
         """Means over questions."""
-        logits, labels = by_question(predictions)
+        logits, labels = scored_questions(predictions)
         losses = -log_softmax(logits)[np.arange(len(labels)), labels]
         return {"loss": float(losses.mean())} | values_of(self.weighted(predictions))
 
     def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
-        logits, labels = by_question(predictions)
+        logits, labels = scored_questions(predictions)
         right = logits.argmax(1) == labels
         return {"accuracy": Weighted(len(labels), labels, lambda w: average(w, right))}
 
@@ -108,7 +108,7 @@ class Choice(Pooled):
         return names if self.has_labels(split) else None
 
 
-def by_question(predictions: Predictions) -> tuple[np.ndarray, np.ndarray]:
+def scored_questions(predictions: Predictions) -> tuple[np.ndarray, np.ndarray]:
     """The scores of the endings (Q, n) and the correct endings (Q,) of the labelled questions.
     Raises BadInput if there are none."""
     questions = int(predictions.arrays["group"][-1]) + 1

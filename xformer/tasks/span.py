@@ -132,17 +132,16 @@ class Span(Task):
         the threshold (see the function `answered` for its default). If some questions have no
         answer, the best threshold and its scores are returned too.
         """
-        predicted, margin, gold = asked(predictions)
+        predicted, margin, gold = scored_questions(predictions)
         chosen = answered(predicted, margin, gold, predictions.threshold)
         assert predictions.questions is not None
         scored = np.array([right is not None for right in predictions.questions.right])
         losses = predictions.arrays["loss"][scored[predictions.arrays["group"]]]
-        scores = {"loss": float(losses.astype(np.float64).mean())}
-        scores |= squad(chosen, gold)
+        scores = {"loss": float(losses.astype(np.float64).mean())} | squad(chosen, gold)
         return scores | ({} if all(gold) else squad_with_threshold(predicted, margin, gold))
 
     def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
-        predicted, margin, gold = asked(predictions)
+        predicted, margin, gold = scored_questions(predictions)
         chosen = answered(predicted, margin, gold, predictions.threshold)
         scores = np.array(list(map(answer_scores, chosen, gold)))  # (Q, 2)
         labels = np.array([repr(g) for g in gold])
@@ -223,7 +222,7 @@ def best_windows(
     return windows, null - best[windows]
 
 
-def asked(predictions: Predictions) -> tuple[list[str], np.ndarray, list[list[str]]]:
+def scored_questions(predictions: Predictions) -> tuple[list[str], np.ndarray, list[list[str]]]:
     """The predicted answers, the margins of `best_windows` (Q,) and the right answers of the
     questions that are scored. Raises BadInput if there are none."""
     assert predictions.questions is not None
@@ -267,10 +266,12 @@ def right_answers(split: Split) -> list[list[str] | None]:
     return [json.loads(text) for text in texts(split.columns["question.answers"])]
 
 
-def by_question(outputs: np.ndarray, split: Split, given: float | None = None) -> dict[str, str]:
-    """question id -> answer, or "" for "no answer". `given` is the user's threshold, if any."""
+def by_question(
+    outputs: np.ndarray, split: Split, threshold: float | None = None
+) -> dict[str, str]:
+    """question id -> answer, or "" for "no answer" (see `answered`)."""
     predicted, margin = answers(outputs, split)
-    chosen = answered(predicted, margin, right_answers(split), given)
+    chosen = answered(predicted, margin, right_answers(split), threshold)
     return dict(zip(texts(split.columns["question.id"]), chosen, strict=True))
 
 
@@ -278,16 +279,16 @@ def answered(
     predicted: list[str],
     margin: np.ndarray,
     right: Sequence[Sequence[str] | None],
-    given: float | None,
+    threshold: float | None,
 ) -> list[str]:
-    """The `predicted` answers, each replaced by "" if its margin is above the threshold `given`.
+    """The `predicted` answers, each replaced by "" if its margin is above the threshold.
 
-    `margin` (Q,) is that of `best_windows`. If `given` is None, the threshold is 0 if some question
-    has no answer among the `right` ones, else infinity.
+    `margin` (Q,) is that of `best_windows`. Without a threshold from the user (None) it is 0 if
+    some question has no answer among the `right` ones, else infinity.
     """
-    if given is None:
-        given = 0.0 if any(answers == [] for answers in right) else math.inf
-    return ["" if m > given else text for text, m in zip(predicted, margin, strict=True)]
+    if threshold is None:
+        threshold = 0.0 if any(answers == [] for answers in right) else math.inf
+    return ["" if m > threshold else text for text, m in zip(predicted, margin, strict=True)]
 
 
 # ------------------------------------------------------------------------- SQuAD's metrics

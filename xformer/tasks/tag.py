@@ -118,7 +118,7 @@ class Tag(Task):
         """loss, accuracy and f1 (the mean over classes) over labelled words, and entity_f1 if the
         classes mark entities. Truncated words are not scored. The loss leaves out
         words whose class does not occur in training; accuracy and f1 count them as wrong."""
-        row, label, predicted, losses = scored_tokens(predictions)
+        row, label, predicted, losses = scored_words(predictions)
         losses = losses[label >= 0].astype(np.float64)
         scores = {"loss": float(losses.mean())} if len(losses) else {}
         scores |= values_of(self.weighted(predictions))
@@ -128,7 +128,7 @@ class Tag(Task):
 
     def weighted(self, predictions: Predictions) -> dict[str, Weighted]:
         """The examples are rows, and a row counts with all of its words."""
-        row, label, predicted, _ = scored_tokens(predictions)
+        row, label, predicted, _ = scored_words(predictions)
         numbers, of_word = np.unique(row, return_inverse=True)
         classes = range(len(self.head.labels))
         scores = {
@@ -158,7 +158,7 @@ class Tag(Task):
         return rows
 
 
-def scored_tokens(
+def scored_words(
     predictions: Predictions,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """row, label, predicted and loss of the words that are scored, (W,) each. Raises BadInput if
