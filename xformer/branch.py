@@ -56,8 +56,9 @@ def check_branch(setup: Setup) -> None:
     state = State.read(path)
     # the other run's settings at each of its starts up to the checkpoint: a run may be made longer
     starts = [start for start in old["starts"] if start["step"] < state.step]
-    not_compared = {"data": recipe.data, "model": {}}
-    lengths = [validate(Recipe, {**start["config"], **not_compared}) for start in starts]
+    lengths = [
+        validate(Recipe, {**start["config"], "data": recipe.data, "model": {}}) for start in starts
+    ]
     if bool(lengths[0].train.steps) != bool(recipe.train.steps):
         other, this = ("steps" if each.train.steps else "epochs" for each in (lengths[0], recipe))
         raise BadInput(
@@ -65,8 +66,7 @@ def check_branch(setup: Setup) -> None:
             "(with train.steps=0 a run counts train.epochs)"
         )
     warmup, end = setup.stable_phase
-    done = setup.done_at(state.step, state.position)
-    if done > end:
+    if (done := setup.done_at(state.step, state.position)) > end:
         raise BadInput(_in_decay(given, recipe.run))
     untils = [*(_done(setup, start["step"]) for start in starts[1:]), done]
     for length, until in zip(lengths, untils, strict=True):
