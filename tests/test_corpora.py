@@ -331,6 +331,10 @@ def test_what_cannot_be_left_out(tmp_path):
         ("t.json", '[{"text": "a"},\n{"text"}]', r"t.json:2: not valid JSON"),
         ("t.json", '[{"text": "a"}', r"t.json:1: not valid JSON"),
         ("t.json", '[{"text": "a"}]\n{}', r"t.json:1: not valid JSON: there is more text after"),
+        ("t.json", '[{"text": "a"}\n{"text": "b"}]', r"t.json:2: not valid JSON: one comma must"),
+        ("t.json", '[{"text": "a"},, {"text": "b"}]', r"t.json:1: not valid JSON: Expecting value"),
+        ("t.json", '[{"text": "a"},\n]', r"t.json:2: not valid JSON: Expecting value"),
+        ("t.json", '[, {"text": "a"}]', r"t.json:1: not valid JSON: one comma must"),
     ]:
         (tmp_path / name).write_text(content)
         with pytest.raises(BadInput, match=phrase):

@@ -16,7 +16,7 @@ from ..bad import BadRows
 from ..binarize import open_binary, read_lines, unpacked_name
 
 NAME_ANOTHER = "name another with --field"
-_BETWEEN = re.compile(r"[\s,]*")
+_BETWEEN = re.compile(r"\s*(,?)\s*")
 
 
 def read_json_texts(
@@ -111,18 +111,23 @@ def _whole(path: Path, advance: Callable[[int], None]) -> Iterator[tuple[int, An
             raise BadInput(f"{path}: not valid JSON: {error}") from None
         return
     decoder, place, line, counted = json.JSONDecoder(), text.index("[") + 1, 1, 0
+    first = True
     while True:
-        place = _BETWEEN.match(text, place).end()  # type: ignore[union-attr]
+        between = _BETWEEN.match(text, place)
+        assert between is not None  # it also matches nothing
+        comma, place = bool(between[1]), between.end()
         line, counted = line + text.count("\n", counted, place), place
-        if text.startswith("]", place):
+        if text.startswith("]", place) and not comma:
             break
         try:
+            if comma == first:
+                raise ValueError("one comma must stand between two values, and ] behind the last")
             value, place = decoder.raw_decode(text, place)
         except (ValueError, RecursionError) as error:
             raise BadInput(f"{path}:{line}: not valid JSON: {error}") from None
         read = size * place // len(text)
         advance(read - told)
-        told = read
+        told, first = read, False
         yield line, value
     advance(size - told)
     if text[place + 1 :].strip():
