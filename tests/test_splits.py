@@ -192,6 +192,20 @@ def test_another_column_or_none(forks: Forks, tmp_path: Path) -> None:
     assert "note: splits were drawn at random, with seed 0: train 89" in done.err
 
 
+def test_a_split_has_the_same_names_in_files_and_in_columns(forks: Forks, tmp_path: Path) -> None:
+    rows = flip(60, 9, 0)
+    names = ["devel" if row["validation"] else "training" for row in rows]
+    plain = [{k: row[k] for k in HEAD[:2]} for row in rows]
+    column = [{**row, "set": name} for row, name in zip(plain, names, strict=True)]
+    (tmp_path / "files").mkdir()
+    for name in ("training", "devel"):
+        some = [row for row, own in zip(plain, names, strict=True) if own == name]
+        write(some, tmp_path / "files" / f"{name}.csv")
+    for source in (tmp_path / "files", write(column, tmp_path / "a.csv")):
+        good(task(forks, "protein", source, "--kind", "score", "--overwrite"))
+        assert sizes(open_store(tmp_path / "store")) == {"train": 60, "valid": 9}
+
+
 @pytest.mark.parametrize("name", ["secondary_structure", "conservation"])
 def test_flips_own_headers(name: str, shared: Path, forks: Forks, tmp_path: Path) -> None:
     """The headers of FLIP's own proteins name their splits; so does a csv with the same columns."""

@@ -19,7 +19,8 @@ from xformer.data.errors import BadInput
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from . import splits
-from .labelled import SPLITS, Row, TaskSource, find_splits, input_files
+from .labelled import Row, TaskSource, find_splits, input_files
+from .splits import SPLIT_NAMES
 from .tables import ENDINGS, RowTable, extension
 
 NUMBERS = ["0", "1", "2"]
@@ -101,8 +102,8 @@ GLUE_TASKS = {
     ),
 }
 # MNLI's matched sets are the splits valid and test; its mismatched sets have their own
-MNLI_SPLITS = SPLITS | {
-    f"{name}_{kind}": SPLITS[name] + suffix
+MNLI_SPLITS = SPLIT_NAMES | {
+    f"{name}_{kind}": SPLIT_NAMES[name] + suffix
     for name in ("dev", "validation", "test")
     for kind, suffix in (("matched", ""), ("mismatched", "_mismatched"))
 }

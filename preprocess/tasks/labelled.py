@@ -42,13 +42,12 @@ from ..bad import BadRows
 from ..binarize import BATCH, check_exists, check_files, sources
 from ..words import CachedEncoder
 from .first_tokens import encode_words
+from .splits import SPLIT_NAMES
 from .tables import extension, stem
 
 CLASS_METRICS = ("accuracy", "f1", "mcc")
 SCORE_METRICS = ("spearman", "pearson")
 TAG_METRICS = ("accuracy", "f1", "entity_f1")
-SPLITS = {"train": "train", "valid": "valid", "val": "valid", "validation": "valid"}
-SPLITS |= {"dev": "valid", "devel": "valid", "test": "test"}
 # The shares of the rows if the source has no splits; the rest is train.
 SHARES = {"test": 0.05, "valid": 0.05}
 # The share if the source marks only its test rows. Min et al. 2019 divide DeepLoc in this way.
@@ -770,7 +769,7 @@ def input_files(arguments: argparse.Namespace, endings: Sequence[str]) -> dict[s
 def refuse_splits(source: Path, names: Iterable[str]) -> None:
     """Raise BadInput if a class, which a file or directory is named after, is a split's name."""
     for name in names:
-        if SPLITS.keys() & re.split(r"[-_. ]", name.lower()):
+        if SPLIT_NAMES.keys() & re.split(r"[-_. ]", name.lower()):
             raise BadInput(
                 f"{source}: {name} would be a class, but it is named after a split; give the files "
                 "of each split by themselves, or rename it"
@@ -778,7 +777,7 @@ def refuse_splits(source: Path, names: Iterable[str]) -> None:
 
 
 def find_splits(
-    directory: Path, endings: Sequence[str], names: dict[str, str] = SPLITS
+    directory: Path, endings: Sequence[str], names: dict[str, str] = SPLIT_NAMES
 ) -> dict[str, list[Path]]:
     """split -> its files in a directory. `names` says which split a word stands for.
 

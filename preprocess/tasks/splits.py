@@ -18,13 +18,15 @@ from .tables import RowTable
 
 SPLIT, MARK = ("split", "set"), "validation"
 NONE = "none"  # the value of --split-column that reads no column
-NAMES = {
+# what a file or the column of a table may call a split
+SPLIT_NAMES = {
     "train": "train",
     "training": "train",
     "valid": "valid",
     "validation": "valid",
     "val": "valid",
     "dev": "valid",
+    "devel": "valid",
     "test": "test",
 }
 TRUE = ("true", "1", "1.0", "yes")
@@ -39,9 +41,11 @@ def split_of(name: str | None, mark: str | None, where: Sequence[str]) -> str:
     """
     split = "train"
     if name is not None:
-        split = NAMES.get(name.strip().lower(), "")
+        split = SPLIT_NAMES.get(name.strip().lower(), "")
         if not split:
-            raise ValueError(f"{where[0]} is {name!r}, which is not one of {', '.join(NAMES)}")
+            raise ValueError(
+                f"{where[0]} is {name!r}, which is not one of {', '.join(SPLIT_NAMES)}"
+            )
     if mark is None or mark.strip().lower() in FALSE:
         return split
     if mark.strip().lower() not in TRUE:
