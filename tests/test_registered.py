@@ -21,13 +21,12 @@ from xformer.data.errors import BadInput
 from xformer.study.claims import (
     Verdict,
     detectable,
-    first_result,
-    origins,
     paired_test,
     registration_lines,
     verdicts,
 )
 from xformer.study.plan import Job
+from xformer.study.registration import first_result, origins
 from xformer.study.results import Results
 from xformer.study.spec import read_study
 from xformer.study.statistics import tie_power
