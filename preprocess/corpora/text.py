@@ -140,19 +140,9 @@ def write_text_store(
                     with store.split(name) as split:
                         own = part if name == "train" else None
                         write_text_split(split, paths, pool, options, max_tokens, own)
-        files = [path for paths in splits.values() for path in paths]
-        if part is not None:
-            made_with = [max_tokens, documents, tokenizer.fingerprint]
-            origin = {**origin, "part": _record(part, splits["train"], options, made_with)}
-            read = [path for path, *_ in files_of_part(splits["train"], part)]
-            files = [*read, *(files[len(splits["train"]) :] if part[0] == 1 else [])]
-        origin = {**origin, "sources": sources(files), "max_tokens": max_tokens}
-        if part is not None:
-            numbers = {path: str(number) for number, path in enumerate(splits["train"])}
-            origin["part"]["sums"] = {
-                numbers[path]: source["sha256"]
-                for path, source in zip(read, origin["sources"], strict=False)
-            }
+        made_with = [max_tokens, documents, tokenizer.fingerprint]
+        read = _what_was_read(splits, options, made_with, part)
+        origin = {**origin, **read, "max_tokens": max_tokens}
         store.finish("text", [], None, {**origin, **options.bad.as_origin()})
         return store.splits
 
@@ -189,16 +179,29 @@ def _hashes(rows: Ragged, progress: Progress | None = None) -> Iterator[np.ndarr
         yield (of_id[ids] * of_place).sum(1) + lengths[long].astype(np.uint64)
 
 
-def _record(
-    part: tuple[int, int], paths: list[Path], options: TextOptions, made_with: list[Any]
+def _what_was_read(
+    splits: dict[str, list[Path]],
+    options: TextOptions,
+    made_with: list[Any],
+    part: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    """What the origin of a part records about it. Parts of the same store have equal `input`. The
-    caller adds `sums`: {number of a file in the whole input: its SHA-256}."""
-    files = [[path.name, path.stat().st_size, inputs.format_of(path)] for path in paths]
+    """What the origin of a store records about its files. That of a part also has its number, an
+    `input` that is equal in all parts of the same store, and `sums`: {number of a file in the whole
+    input: its SHA-256}."""
+    if part is None:
+        return {"sources": sources([path for paths in splits.values() for path in paths])}
+    train = splits["train"]
+    others = [path for name, paths in splits.items() if name != "train" for path in paths]
+    files = [path for path, *_ in files_of_part(train, part)]
+    read = sources([*files, *(others if part[0] == 1 else [])])  # part 1 has the other splits
+    numbers = {path: str(number) for number, path in enumerate(train)}
+    sums = {numbers[path]: source["sha256"] for path, source in zip(files, read, strict=False)}
+    named = [[path.name, path.stat().st_size, inputs.format_of(path)] for path in train]
     skip = options.skip and options.skip.pattern
     how = [options.by_line, skip, options.format, options.json_field, options.bad.skip, READ]
-    digest = sha256(repr([part[1], files, how, made_with]).encode()).hexdigest()
-    return {"number": part[0], "of": part[1], "input": digest}
+    digest = sha256(repr([part[1], named, how, made_with]).encode()).hexdigest()
+    record = {"number": part[0], "of": part[1], "input": digest, "sums": sums}
+    return {"part": record, "sources": read}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
