@@ -90,6 +90,7 @@ def test_values_are_listed_as_sentences_have_them() -> None:
         "90:120",
         "1e-12",
     ]
+    assert in_words("²") == "²"  # a digit, but not a number for `int`
 
 
 @pytest.mark.parametrize(

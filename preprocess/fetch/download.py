@@ -169,7 +169,7 @@ def _write(answer: HTTPResponse, file: File, part: Path, start: int) -> None:
     else:
         start = 0
         length = answer.headers.get("Content-Length", "")
-        total = int(length) if length.isdigit() else None
+        total = int(length) if length.isdecimal() else None
         part.unlink(missing_ok=True)
         write_json(_note(part), {"url": file.url, "validator": _validator(answer.headers)})
     if file.bytes is not None and total not in (None, file.bytes):

@@ -385,7 +385,7 @@ class Forecast:
         recipe, step = self.recipe(run), path.name.removeprefix("step_")
         if path.parent.name == "checkpoints":  # which of them a run keeps may depend on its data
             return
-        if path.parent.name != "trajectory" or step == path.name or not step.isdigit():
+        if path.parent.name != "trajectory" or step == path.name or not step.isdecimal():
             raise BadInput(
                 f"{path} is no checkpoint of {run.name}; write its step as trajectory/step_100"
             )

@@ -172,7 +172,7 @@ def listed(values: Iterable[Any]) -> str:
 
 def in_words(value: Any) -> str:
     """A value as it stands in a sentence: 200,000, 5e-5, 0.9 and 0.98."""
-    if isinstance(value, str) and value.isdigit():
+    if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if isinstance(value, bool | str):
         return str(value).lower() if isinstance(value, bool) else value
