@@ -141,10 +141,9 @@ def read_texts(path: Path, column: str | None = None) -> list[str]:
 
 def _rows(path: Path, head: HeadRecord, tokenizer: Tokenizer) -> Iterator[Row]:
     """The rows of a file, read as the checkpoint's task reads them."""
-    letters = _alphabet(head, tokenizer)
     if _is_music(head):
         return _music(path, head)
-    if letters:
+    if letters := _alphabet(head, tokenizer):
         return _sequences(path, head, letters)
     if extension(path) in (*FASTA, *music.MIDI):
         raise BadInput(
@@ -180,7 +179,7 @@ def _alphabet(head: HeadRecord, tokenizer: Tokenizer) -> str:
 
 def _texts(path: Path, head: HeadRecord) -> Iterator[Row]:
     """Rows with one text or two, in the columns of training."""
-    names: list[Sequence[str]] = []
+    names: Names
     if head.task in glue.GLUE_TASKS:
         task = glue.GLUE_TASKS[head.task]
         options = head.options  # of a column that has another name than in GLUE
@@ -543,7 +542,7 @@ def _write_questions(path: Path, head: HeadRecord, tokenizer: Tokenizer, output:
     max_tokens = min(head.max_tokens, int(head.options.get("max_tokens") or head.max_tokens))
     max_question = min(int(head.options.get("max_question") or 64), max_tokens // 2)
     stride = min(int(head.options.get("stride") or 128), max_tokens - max_question - 4)
-    options = Namespace(max_tokens=max_tokens, max_question=max_question, stride=max(stride, 1))
+    options = squad.WindowOptions(max_tokens, max(stride, 1), max_question)
     columns = squad.COLUMNS | {"question.input": "uint8"}
     ragged = [*squad.RAGGED, "question.input"]
     with create_store(output, tokenizer, columns, ragged) as store:

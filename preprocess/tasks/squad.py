@@ -28,20 +28,15 @@ from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, many, say
 from xformer.data.errors import BadInput
 from xformer.data.outputs import check_directory
-from xformer.data.store import LONGEST_ANSWER
+from xformer.data.store import LONGEST_ANSWER, ORDER
 from xformer.data.tokenizers import HALF, Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
-from ..arguments import (
-    add_output,
-    add_tokenizer,
-    command_origin,
-    say_written,
-)
+from ..arguments import add_output, add_tokenizer, command_origin, say_written
 from ..bad import BadRows
 from ..binarize import check_exists, check_files, read_lines, sources
 from ..corpora.text import longest_row
-from .labelled import ORDER, SHARES, VALID_SHARE
+from .labelled import SHARES, VALID_SHARE
 
 ABOUT = "SQuAD 1.1 and 2.0: questions and overlapping windows of their contexts."
 BLOCK = 64  # contexts encoded at once
@@ -76,6 +71,14 @@ class Question(NamedTuple):
     id: str
     text: str
     answers: list[tuple[str, int]] | None  # [] if it has no answer, None if that is not known
+
+
+class WindowOptions(NamedTuple):
+    """How contexts are cut into windows; see the options of the same names."""
+
+    max_tokens: int
+    stride: int
+    max_question: int
 
 
 Paragraph = tuple[str, str, list[Question]]  # title of the article, context, questions
@@ -172,30 +175,7 @@ def run(arguments: argparse.Namespace) -> None:
     files = _files(arguments)
     check_directory(arguments.output, arguments.overwrite, ("store.json",), *files.values())
     tokenizer = tokenizers.load_tokenizer(arguments.tokenizer)
-    extra = 2 + tokenizer.pair_separators
-    if arguments.max_tokens is None:
-        arguments.max_tokens = min(LONGEST, longest_row(arguments.tokenizer) or LONGEST)
-        arguments.max_question = min(arguments.max_question, arguments.max_tokens // 2)
-        if arguments.max_tokens < LONGEST:
-            rows = f"windows of {arguments.max_tokens} tokens, because the model of"
-            say(
-                f"{rows} {arguments.tokenizer} takes no more (--max-tokens changes this)",
-                error=True,
-            )
-    room = arguments.max_tokens - arguments.max_question - extra
-    if room < 1:
-        raise BadInput(
-            f"--max-tokens {arguments.max_tokens} leaves no room beside a question of "
-            f"{arguments.max_question} tokens; raise it, or lower --max-question"
-        )
-    if arguments.stride is None:
-        arguments.stride = STRIDE if room >= STRIDE else max(1, room // 2)
-    if arguments.stride > room:
-        raise BadInput(
-            f"--stride {arguments.stride} would leave gaps: beside a question of "
-            f"{arguments.max_question} tokens a window may hold only {room}; give --stride "
-            f"{max(1, room // 2)}"
-        )
+    options = _window_options(arguments, tokenizer)
     started = time.monotonic()
     with (
         BadRows(arguments.skip_bad) as bad,
@@ -204,20 +184,19 @@ def run(arguments: argparse.Namespace) -> None:
         counts = {}
         for name, paragraphs in _by_split(files, bad, arguments.seed).items():
             with store.split(name) as split:
-                counts[name] = WindowWriter(split, tokenizer, arguments).write(paragraphs)
-        options = {key: getattr(arguments, key) for key in ("max_tokens", "stride", "max_question")}
+                counts[name] = WindowWriter(split, tokenizer, options).write(paragraphs)
         columns = {
             "text": "question",
             "text_b": "context",
             "label": "answers",
             "task": "squad",
-            "options": options,
+            "options": options._asdict(),
         }
         record = command_origin() | {
             "sources": sources([*files.values()]),
             **({"seed": arguments.seed} if "" in files else {}),
             "columns": columns,
-            "squad": options,
+            "squad": options._asdict(),
         }
         store.finish("span", [], "f1", record | bad.as_origin())
         written = store.splits
@@ -227,9 +206,34 @@ def run(arguments: argparse.Namespace) -> None:
             f"{count.questions - count.answerable:,} without an answer, {count.answerable:,} with "
             f"one; the tokens of {count.exact:,} answers reproduce the exact text"
         )
-        for line in count.warnings(arguments.max_question):
+        for line in count.warnings(options.max_question):
             say(f"warning: {name}: {line}", error=True)
     say_written(arguments.output, written, started, sum(p.stat().st_size for p in files.values()))
+
+
+def _window_options(arguments: argparse.Namespace, tokenizer: Tokenizer) -> WindowOptions:
+    """The options of the windows, by default as far as the tokenizer's model allows. Raises
+    BadInput if a window has no room, or if windows leave gaps."""
+    most, max_question = arguments.max_tokens, arguments.max_question
+    if most is None:
+        most = min(LONGEST, longest_row(arguments.tokenizer) or LONGEST)
+        max_question = min(max_question, most // 2)
+        if most < LONGEST:
+            rows = f"windows of {most} tokens, because the model of {arguments.tokenizer} takes no"
+            say(f"{rows} more (--max-tokens changes this)", error=True)
+    room = most - max_question - (2 + tokenizer.pair_separators)
+    if room < 1:
+        raise BadInput(
+            f"--max-tokens {most} leaves no room beside a question of {max_question} tokens; raise "
+            "it, or lower --max-question"
+        )
+    stride = arguments.stride or (STRIDE if room >= STRIDE else max(1, room // 2))
+    if stride > room:
+        raise BadInput(
+            f"--stride {stride} would leave gaps: beside a question of {max_question} tokens a "
+            f"window may hold only {room}; give --stride {max(1, room // 2)}"
+        )
+    return WindowOptions(most, stride, max_question)
 
 
 def _by_split(files: dict[str, Path], bad: BadRows, seed: int) -> dict[str, list[Paragraph]]:
@@ -402,9 +406,9 @@ def token_span(starts: np.ndarray, ends: np.ndarray, first: int, end: int) -> tu
 
 
 class WindowWriter:
-    """Writes one split. `options` has `max_tokens`, `stride` and `max_question`."""
+    """Writes one split."""
 
-    def __init__(self, split: SplitWriter, tokenizer: Tokenizer, options: argparse.Namespace):
+    def __init__(self, split: SplitWriter, tokenizer: Tokenizer, options: WindowOptions):
         self.split, self.tokenizer, self.options = split, tokenizer, options
         self.counts = Counts()
         self.contexts = 0  # written so far
