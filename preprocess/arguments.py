@@ -35,10 +35,7 @@ def length_range(text: str) -> tuple[int, int]:
 
 def fraction(text: str) -> float:
     """An argument type: a number above 0 and below 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    value = _number(text)
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
     return value
@@ -46,13 +43,17 @@ def fraction(text: str) -> float:
 
 def covered_share(text: str) -> float:
     """An argument type: a share of the characters of a text, as SentencePiece takes it."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    value = _number(text)
     if not 0.98 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0.98 and 1")
     return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 def part_number(text: str) -> tuple[int, int]:

@@ -148,6 +148,7 @@ class RowTable:
         row goes to `bad` if it lacks another column, or has more or fewer columns than the header.
         Without a header, and with another separator than a tab, it must not have more columns than
         the first line: a text may have been cut.
+
         `advance` is called with the size of each block read from the disk. If the file is parquet
         or one JSON value, it is called for each row instead, with an equal share of the file.
         """

@@ -22,6 +22,7 @@ from xformer.convert import hf
 from xformer.convert.describe import kind_of
 from xformer.convert.recorded import Training
 from xformer.data.store import Store
+from xformer.model.config import DROPOUT
 
 EXAMPLE = 'outputs = model(**tokenizer("one text", return_tensors="pt"))'  # without a head
 SYMBOLS = 256  # a larger alphabet is not written into a card
@@ -171,7 +172,7 @@ def _recipe(training: Training, model: dict[str, Any]) -> dict[str, Any]:
     recipe["data"] = data[0] if len(data) == 1 else data
     if recipe.get("init"):
         recipe["init"] = Path(recipe["init"]).name
-        model = {key: value for key, value in model.items() if "dropout" in key}
+        model = {name: model[name] for name in DROPOUT}
     recipe["model"] = model
     return _without_paths(recipe)
 

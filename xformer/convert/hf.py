@@ -157,9 +157,8 @@ def _read_config(directory: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         raise BadInput(f"{file}: model_type {kind!r} is not supported; {supported} are")
     family = FAMILIES[kind]
     rotary = family.fixed.get("positions") == "rotary"  # modern.read_settings checks these
-    absolute = rotary or meta.get("position_embedding_type", "absolute") == "absolute"
-    if not absolute:
-        form = meta["position_embedding_type"]
+    form = meta.get("position_embedding_type", "absolute")
+    if not rotary and form != "absolute":
         raise BadInput(
             f"{file}: position_embedding_type={form!r} is not supported; it must be 'absolute'"
         )

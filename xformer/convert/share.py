@@ -33,7 +33,7 @@ if len(sys.argv) != 2:
 api, repository = HfApi(), sys.argv[1]
 api.create_repo(repository, exist_ok=True)
 folders = [file.parent for file in Path(__file__).resolve().parent.glob("*/config.json")]
-    # main is last: a new branch begins with the files that main has at that time
+# main is last: a new branch begins with the files that main has at that time
 for folder in sorted(folders, key=lambda folder: (folder.name == "main", folder.name)):
     if folder.name != "main":
         api.create_branch(repository, branch=folder.name, exist_ok=True)

@@ -114,9 +114,9 @@ def rescored(score: Callable[[np.ndarray], np.ndarray], examples: int, seed: int
     return np.concatenate([score(rng.multinomial(examples, even, part)) for part in parts])
 
 
-def seed_draws(seeds: int, seed: int = 0) -> np.ndarray:
+def seed_draws(seeds: int) -> np.ndarray:
     """Seeds drawn with replacement, (B, S): the numbers of those of each resample."""
-    return np.random.default_rng(seed).integers(seeds, size=(RESAMPLES, seeds))
+    return np.random.default_rng(0).integers(seeds, size=(RESAMPLES, seeds))
 
 
 def multibootstrap(a: np.ndarray, drawn: np.ndarray) -> np.ndarray:
