@@ -70,6 +70,9 @@ def test_values_are_lists_ranges_or_one_value() -> None:
         "optim.betas": [[0.9, 0.98]],
         "batch.rows": [16],
     }
+    # commas within brackets do not separate values, also if the others have no quotes
+    lists = read('data=["x", "y"],z,["x","z"]').values
+    assert lists == {"data": [["x", "y"], "z", ["x", "z"]]}
     assert read("init=2026", "seed=0..4").values == {"init": ["2026"], "seed": [0, 1, 2, 3, 4]}
     assert read("mapping=none,symbols:0..1").values == {
         "mapping": ["none", "symbols:0", "symbols:1"]

@@ -53,6 +53,7 @@ from xformer.recipe import UNUSED, Recipe
 
 RANGE = re.compile(r"(\w+:)?(\d+)\.\.(\d+)")  # 0..4, or symbols:0..4
 DASHED = re.compile(r"(\d+)-(\d+)")  # how other programs write 0..4
+OUTSIDE = re.compile(r",(?![^\[]*\])")  # a comma that is not inside brackets
 # keys whose values are paths; each path becomes a need of the study, so its content enters the key
 PATHS = ("data", "init", "train.branch_from")
 OURS = ("run", "overwrite")  # keys that the study sets
@@ -259,7 +260,7 @@ def _split(key: str, text: str) -> list[str]:
     """The values in a text such as 1e-4,5e-5 or 0..4. Commas within brackets and quotes do not
     separate values."""
     whole = toml_value(f"[{text}]")
-    parts = [show(part) for part in whole] if isinstance(whole, list) else text.split(",")
+    parts = [show(part) for part in whole] if isinstance(whole, list) else OUTSIDE.split(text)
     values: list[str] = []
     for part in map(str.strip, parts):
         if ends := RANGE.fullmatch(part):
