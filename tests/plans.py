@@ -12,7 +12,7 @@ from helpers import ROOT
 from xformer.config import read_recipe
 from xformer.study.forecast import Forecast
 from xformer.study.plan import Plan
-from xformer.study.spec import read_study
+from xformer.study.reading import read_study
 
 STUDIES = sorted((ROOT / "recipes/studies").glob("*.toml"))
 SCALES = [(path, scale) for path in STUDIES for scale in read_recipe(path)["scales"]]

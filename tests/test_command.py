@@ -17,7 +17,7 @@ from xformer.config import find_recipe, read_recipe, recipes
 from xformer.data.errors import BadInput, typed
 from xformer.study.plan import Job, Plan
 from xformer.study.pool import line_of
-from xformer.study.spec import read_study
+from xformer.study.reading import read_study
 
 NAMES = (
     *("preprocess", "train", "evaluate", "encode", "convert", "surgery", "analyze", "study"),

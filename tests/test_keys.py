@@ -19,7 +19,7 @@ from xformer.study.costs import Costs
 from xformer.study.forecast import Forecast
 from xformer.study.plan import LATER, Plan, content_key, identity
 from xformer.study.pool import set_up
-from xformer.study.spec import read_study
+from xformer.study.reading import read_study
 
 # Computed by the code before `fraction` and lists of stores (revision adafa31). If a key changes,
 # every result under it is lost to users. Add the new field to plan.LATER instead of changing these

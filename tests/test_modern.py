@@ -47,7 +47,7 @@ from xformer.data.errors import BadInput
 from xformer.data.files import read_json, write_json
 from xformer.model.config import NEWER, ModelConfig
 from xformer.ops.rotary import frequencies
-from xformer.study.spec import read_study
+from xformer.study.reading import read_study
 
 SIZES = {"layers": 4, "hidden": 36, "heads": 3, "intermediate": 20, "max_positions": LONGEST}
 FREQUENCIES = "esm.rotary_embeddings.inv_freq"

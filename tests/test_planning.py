@@ -31,8 +31,8 @@ from xformer.preprocess.tasks import dna, glue, protein, tags
 from xformer.study.forecast import Forecast, TokenizerFacts, made_kind
 from xformer.study.notes import PLACEHOLDER, Notes, in_words, listed
 from xformer.study.plan import Plan
+from xformer.study.reading import read_study
 from xformer.study.results import Results
-from xformer.study.spec import read_study
 from xformer.tasks.task import Model
 
 file, letters = test_study.file, test_study.data  # fixtures: the study "Letters"

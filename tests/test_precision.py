@@ -32,9 +32,9 @@ from xformer.study.__main__ import listing
 from xformer.study.costs import Costs
 from xformer.study.forecast import Forecast
 from xformer.study.plan import Plan, content_key, identity
+from xformer.study.reading import read_study
 from xformer.study.report import build_report
 from xformer.study.results import Results
-from xformer.study.spec import read_study
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")

@@ -30,7 +30,7 @@ from xformer.data.store import open_store
 from xformer.data.writing import create_store
 from xformer.model.config import ModelConfig
 from xformer.preprocess.tasks.predict import read_texts
-from xformer.study.spec import read_study
+from xformer.study.reading import read_study
 from xformer.tasks.task import Head, Model
 from xformer.texts import pack, vectors_of
 

@@ -26,9 +26,9 @@ from xformer.study.claims import (
     verdicts,
 )
 from xformer.study.plan import Job
+from xformer.study.reading import read_study
 from xformer.study.registration import first_result, origins
 from xformer.study.results import Results
-from xformer.study.spec import read_study
 from xformer.study.statistics import tie_power
 
 REGISTRATION = """

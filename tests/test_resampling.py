@@ -25,10 +25,10 @@ from xformer.predictions import write
 from xformer.study.claims import ClaimPart, published_difference, tied_test, verdicts
 from xformer.study.dotplot import THEIRS, draw
 from xformer.study.plan import Job, Plan
+from xformer.study.reading import read_study
 from xformer.study.report import write_report
 from xformer.study.resampling import EXAMPLES, Bootstrap, Shares, random_factors, variances
 from xformer.study.results import Ledger, Results
-from xformer.study.spec import read_study
 from xformer.study.statistics import holm
 from xformer.tasks.known import task_of
 from xformer.tasks.task import Head, Predictions

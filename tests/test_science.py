@@ -28,7 +28,7 @@ from xformer.optim import MOMENTS, OptimConfig
 from xformer.recipe import Recipe
 from xformer.study.notes import Notes
 from xformer.study.plan import Job, content_key, identity
-from xformer.study.spec import read_study
+from xformer.study.reading import read_study
 
 TWO_STEPS = ["train.steps=2", "train.select=last"]
 

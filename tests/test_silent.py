@@ -30,9 +30,9 @@ from xformer.recipe import Recipe
 from xformer.setup import Setup
 from xformer.study import sweep
 from xformer.study.plan import Plan
+from xformer.study.reading import read_study
 from xformer.study.report import build_report, render
 from xformer.study.results import Results
-from xformer.study.spec import read_study
 from xformer.tasks.task import Head
 
 PLAIN = "batch.max_tokens=16"

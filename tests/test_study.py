@@ -46,6 +46,7 @@ from xformer.study.figures import curves_figure, table_figure
 from xformer.study.forecast import Forecast
 from xformer.study.plan import Digests, Job, Plan, to_do
 from xformer.study.pool import newest_numbers, set_up
+from xformer.study.reading import PARTS, keys_text, read_study
 from xformer.study.report import (
     Entry,
     Grid,
@@ -66,14 +67,7 @@ from xformer.study.results import (
     statistics_of,
     write_csv,
 )
-from xformer.study.spec import (
-    PARTS,
-    Claim,
-    Published,
-    ScoreTable,
-    keys_text,
-    read_study,
-)
+from xformer.study.spec import Claim, Published, ScoreTable
 
 STUDY = f"""
 title = "Letters"

@@ -21,9 +21,9 @@ from xformer.study.claims import paired_test
 from xformer.study.costs import Costs
 from xformer.study.forecast import Forecast
 from xformer.study.plan import Job, Plan, to_do
+from xformer.study.reading import read_study
 from xformer.study.report import build_report, render
 from xformer.study.results import Results, sample_of
-from xformer.study.spec import read_study
 
 TINY = (
     "model.layers=1",

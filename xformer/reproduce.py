@@ -33,9 +33,10 @@ from xformer.data.store import open_store
 from xformer.study import pool
 from xformer.study.forecast import Forecast
 from xformer.study.plan import Job, Plan
+from xformer.study.reading import read_study
 from xformer.study.report import write_report
 from xformer.study.results import Results
-from xformer.study.spec import Study, read_study
+from xformer.study.spec import Study
 
 EXPECTED = Path(__file__).with_suffix(".json")
 SCALE = "mini"

@@ -38,7 +38,7 @@ from xformer.preprocess import cli
 from xformer.preprocess.fetch import data_sets, unpack
 from xformer.preprocess.tasks.predict import write_rows
 from xformer.recipe import Recipe
-from xformer.study.spec import read_study
+from xformer.study.reading import read_study
 from xformer.surgery import parse_operation
 
 LIMIT = 2**22  # bytes to which an archive may unpack

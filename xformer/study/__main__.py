@@ -39,10 +39,10 @@ from xformer.study.costs import Costs
 from xformer.study.forecast import Forecast
 from xformer.study.notes import Notes
 from xformer.study.plan import Job, Plan, to_do
+from xformer.study.reading import keys_text, read_study
 from xformer.study.report import write_report
 from xformer.study.results import Ledger, Results, again_files, made_again, reruns
 from xformer.study.sides import Sides
-from xformer.study.spec import keys_text, read_study
 
 UNTIMED = {
     "command": "the time of a command is not estimated",

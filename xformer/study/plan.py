@@ -33,6 +33,7 @@ from xformer.model.config import DROPOUT
 from xformer.parallel.precision import fast_here
 from xformer.parallel.processes import TORCHRUN
 from xformer.recipe import LATER, Recipe
+from xformer.study.reading import doubts
 from xformer.study.spec import (
     METRIC,
     PLACE,
@@ -42,7 +43,6 @@ from xformer.study.spec import (
     Need,
     ScoreTable,
     Study,
-    doubts,
     with_levels,
     within,
 )
