@@ -104,6 +104,17 @@ def test_what_one_side_alone_starts_from_is_one_word(file: Path, tmp_path: Path)
     assert "pretrain:" not in own
 
 
+def test_a_need_in_the_current_directory_gives_other_paths_no_name(
+    file: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed(file, ("scratch = { surgery", 'scratch = { init = "micro/english", surgery'))
+    changed(file, ('settings.init = "{stage.pretrain}"\n', ""))
+    changed(file, ("pretrained = {}", 'pretrained.init = "{stage.pretrain}"'))
+    monkeypatch.chdir(data)
+    (own,) = words(plan_of(file, tmp_path, data=".")).values()
+    assert own.startswith("init (pretrain; micro/english), ")
+
+
 def test_more_settings_of_a_group_are_named_without_values(file: Path, tmp_path: Path) -> None:
     model = (
         "model.hidden = 32, model.layers = 2, model.max_positions = 99, model.intermediate = 8, "

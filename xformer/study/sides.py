@@ -35,8 +35,9 @@ class Sides:
         self._settings: dict[str, dict[str, Any]] = {}  # by key of a job
         jobs = self.plan.jobs.values()
         made = Counter(job.name for job in jobs if not job.stage)
-        needs = self.plan.paths.items()
-        self._names = {str(installed(given)): f"needs.{name}" for name, given in needs if given}
+        needs = {name: str(installed(given)) for name, given in self.plan.paths.items() if given}
+        # every relative path and every word of a command lies below the current directory
+        self._names = {path: f"needs.{name}" for name, path in needs.items() if path != "."}
         for job in jobs:  # a thing that is made differently at some levels has its key beside it
             name = job.stage or (f"{job.name} {job.key[:6]}" if made[job.name] > 1 else job.name)
             self._names[str(job.path)] = name
