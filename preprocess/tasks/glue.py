@@ -19,7 +19,8 @@ from xformer.data.errors import BadInput
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from . import splits
-from .labelled import Row, TaskSource, find_splits, input_files
+from .labelled import Row, TaskSource
+from .split_files import find_splits, input_files
 from .splits import SPLIT_NAMES
 from .tables import ENDINGS, RowTable, extension
 

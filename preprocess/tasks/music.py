@@ -22,7 +22,8 @@ from xformer.data.errors import BadInput, lacks
 from ..bad import BadRows
 from ..binarize import check_files
 from . import splits
-from .labelled import Row, TaskSource, refuse_splits
+from .labelled import Row, TaskSource
+from .split_files import refuse_splits
 from .tables import RowTable, extension
 
 ABOUT = "Composers of MIDI pieces: MAESTRO's csv or json, or one directory per composer."

@@ -19,8 +19,8 @@ from .labelled import (
     add_labels,
     check_metric,
     given_labels,
-    input_files,
 )
+from .split_files import input_files
 from .tables import ENDINGS, Form, RowTable, extension
 
 HEADERS = ("label", "labels", "class", "target", "category", "gold_label", "answer")
