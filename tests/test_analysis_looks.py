@@ -130,6 +130,9 @@ def test_a_capture_of_something_else_is_refused(small: Path, tmp_path: Path) -> 
     capture.run([str(small / "a")], config_of(small, out))  # the same command again is allowed
     other = tmp_path / "g.h5"
     capture.run([str(small / "a")], config_of(small, other, examples=5))
+    both = tmp_path / "both.h5"
+    for what in ("hidden,attention", "attention,hidden"):  # the same in another order
+        capture.run([str(small / "a")], config_of(small, both, what=what))
     with pytest.raises(BadInput, match="cannot be aligned"):
         open_pair([str(out), str(other)])
     for change, message in (
@@ -436,6 +439,17 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     assert smooth["mean"] == pytest.approx([4.5, 3.5, 3])
     with pytest.raises(BadInput, match="no accuracy over step in train; it has loss, step"):
         curves.average(runs, "train", "accuracy")
+
+
+def test_validations_have_the_epoch_of_their_step(tmp_path: Path) -> None:
+    """Their lines do not name it."""
+    run = run_of(tmp_path / "a", 0, 1e-3, 0.0)
+    log = [{"event": "train", "step": s, "loss": 5.0, "epoch": s / 40} for s in (10, 20)]
+    log += [{"event": "validation", "step": s, "loss": float(s)} for s in (5, 15, 30)]
+    (tmp_path / "a/log.jsonl").write_text("\n".join(map(json.dumps, log)))
+    curve = curves.average([run], "validation", "loss", "epoch")
+    assert curve["x"] == pytest.approx([5 / 40, 15 / 40, 30 / 40])
+    assert curve["mean"] == [5.0, 15.0, 30.0]
 
 
 @pytest.mark.parametrize(

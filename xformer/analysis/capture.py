@@ -55,6 +55,7 @@ FORMAT = 1
 PART_TOKENS = 16384  # tokens in a file of F.h5.parts
 READ_TOKENS = 4096  # tokens that are read at a time
 CHUNK_ROWS = 256  # rows of a dataset that are compressed together
+KINDS = ("hidden", "attention")  # what can be captured
 NOTE = "capture.json"  # in F.h5.parts
 JOINED = "joined"  # the name of F.h5 in NOTE; the parts have their own names
 # what h5py raises if a file is truncated, damaged, or not a capture
@@ -97,8 +98,9 @@ def run(paths: list[str], config: CaptureConfig) -> None:
     if out.suffix != ".h5" or out.is_dir():
         raise BadInput(f"out={out}: give a file whose name ends in .h5, such as F.h5")
     check_place(parts)
-    kinds = [kind.strip() for kind in config.what.split(",")]
-    if not set(kinds) <= {"hidden", "attention"}:
+    wanted = {kind.strip() for kind in config.what.split(",")}
+    kinds = [kind for kind in KINDS if kind in wanted]
+    if not wanted <= {*KINDS}:
         raise BadInput(f"what={config.what}: give hidden, attention, or hidden,attention")
     examples = open_examples(config, paths)
     layers = parse_layers(config.layers, examples.models[0].layers, paths[0])

@@ -186,7 +186,8 @@ def _curve(path: str, event: str, value: str, x: str, smooth: int) -> dict[float
     """The smoothed number of one run at each point x."""
     points: dict[float, float] = {}
     names: set[str] = set()
-    for record in records(Path(path)):
+    log = records(Path(path))
+    for record in _with_epochs(log) if x == "epoch" else log:
         if record["event"] != event:
             continue
         known = {k for k, v in record.items() if type(v) in (int, float) and abs(v) < math.inf}
@@ -202,6 +203,18 @@ def _curve(path: str, event: str, value: str, x: str, smooth: int) -> dict[float
         point: float(np.mean([points[n] for n in xs[max(0, i - before) : i + after + 1]]))
         for i, point in enumerate(xs)
     }
+
+
+def _with_epochs(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of a log. One without an epoch, such as that of a validation, gets the epoch of its
+    step, read off the lines of training."""
+    known = {line["step"]: float(line["epoch"]) for line in log if "epoch" in line}
+    if not known:
+        return log
+    last = max(known)
+    steps = [0, *known, 2 * last]  # after the last line the epochs go on as before
+    epochs = [0.0, *known.values(), 2 * known[last]]
+    return [{"epoch": float(np.interp(line["step"], steps, epochs)), **line} for line in log]
 
 
 def draw(result: dict[str, Any]) -> Figure:
