@@ -408,7 +408,8 @@ def test_runs_that_differ_in_seeds_are_one_curve(tmp_path: Path) -> None:
     runs = [run_of(tmp_path / name, seed, lr, offset) for name, seed, lr, offset in made]
     groups = curves.grouped(runs)
     assert groups == {"optim.lr=0.001": runs[:2], "optim.lr=0.0001": runs[2:]}
-    assert list(curves.grouped(runs[:2]).values()) == [runs[:2]]  # only the seed differs
+    assert curves.grouped(runs[:2]) == {"all alike": runs[:2]}  # only the seed differs
+    assert curves.grouped(runs[:1]) == {"a": runs[:1]}
     named = [run_of(tmp_path / f"lines-{i}", i, 1e-3, 0.0) for i in range(3)]
     assert curves.grouped(named) == {"lines": named}
     curves.run(runs, CurvesConfig(out=str(tmp_path / "out"), names=("fast", "slow")))

@@ -102,7 +102,7 @@ def grouped(paths: list[str]) -> dict[str, list[str]]:
     names = [Path(path).absolute().name for path in recipes]
     first = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
     alike = "".join(letters[0] for letters in first).rstrip("-_.=")
-    alike = alike if len(alike) > 2 else "all alike"
+    alike = alike if len(alike) > 2 or len(names) == 1 else "all alike"
     shown = {key: _texts([recipe.get(key) for recipe in recipes.values()]) for key in differing}
     groups: dict[str, list[str]] = {}
     for number, path in enumerate(recipes):
