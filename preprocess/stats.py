@@ -279,7 +279,7 @@ def verify_store(path: Path) -> None:
     if left:
         raise Failure(f"{path} was replaced while it was checked; run again")
     for file, blocks in wrong.items():
-        shown = file if len(store.parts) > 1 else file.relative_to(path)
+        shown = file.relative_to(path) if file.is_relative_to(path) else file
         say(f"{shown}: {'damaged' if blocks else 'ok'}")
     bad = [
         f"{file} block {block} (of {CHECKSUM_BLOCK} bytes)"

@@ -231,6 +231,9 @@ def test_every_command_reads_a_joined_store(
     words: Line = ["text", "--input", data.raw / "test.txt", "--documents", "--max-tokens", "9"]
     words += ["--tokenizer", data.tokenizer, "--output", tmp_path / "more"]
     good(forks.run("preprocess.py", *words))
+    good(forks.run("preprocess.py", "join", tmp_path / "more", "--output", tmp_path / "one"))
+    done = good(forks.run("preprocess.py", "verify", tmp_path / "one"))
+    assert f"{tmp_path / 'more/train/tokens.npy'}: ok" in done.out
     both = open_stores([str(joined), str(tmp_path / "more")])
     more = open_store(tmp_path / "more").split("train")
     assert both.split("train").rows == open_store(whole).split("train").rows + more.rows
