@@ -44,9 +44,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Join stores."""
     check_directory(arguments.output, arguments.overwrite, ("store.json",))
     opened = [open_stores(path) for path in arguments.stores]
-    alone = iter(in_order([store for store in opened if len(store.parts) == 1]))
-    # what was joined before stays together
-    listed = [store.parts if len(store.parts) > 1 else [next(alone)] for store in opened]
+    alone = iter(in_order([store for store in opened if store.parts == [store]]))
+    # what was joined before, perhaps a single store, stays together
+    listed = [[next(alone)] if store.parts == [store] else store.parts for store in opened]
     stores = [part for parts in listed for part in parts]
     output = arguments.output.resolve()
     for path in [store.path.resolve() for store in (*opened, *stores)]:

@@ -234,6 +234,9 @@ def test_every_command_reads_a_joined_store(
     good(forks.run("preprocess.py", "join", tmp_path / "more", "--output", tmp_path / "one"))
     done = good(forks.run("preprocess.py", "verify", tmp_path / "one"))
     assert f"{tmp_path / 'more/train/tokens.npy'}: ok" in done.out
+    good(forks.run("preprocess.py", "join", tmp_path / "one", joined, "--output", tmp_path / "two"))
+    rows = open_store(tmp_path / "more").split("train").rows + open_store(whole).split("train").rows
+    assert open_stores(tmp_path / "two").split("train").rows == rows
     both = open_stores([str(joined), str(tmp_path / "more")])
     more = open_store(tmp_path / "more").split("train")
     assert both.split("train").rows == open_store(whole).split("train").rows + more.rows
