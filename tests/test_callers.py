@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from xformer import checkpoint
+from xformer import checkpoint, surgery
 from xformer.analysis.gradients import inner_products
 from xformer.analysis.pwcca import grid, pwcca
 from xformer.checkpoint import Checkpoint
@@ -22,11 +22,14 @@ from xformer.config import load
 from xformer.convert.hf import to_hf
 from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
+from xformer.data.files import read_json
 from xformer.data.memory import split_of
 from xformer.data.rows import write_store
+from xformer.data.store import open_store
 from xformer.minimal_pairs import Pair, score_pairs
 from xformer.parallel.processes import ALONE
 from xformer.recipe import Recipe
+from xformer.run import Run
 from xformer.scoring import outputs_of
 from xformer.study.statistics import holm, multibootstrap, tie_test, two_sided
 from xformer.tasks.task import Head, Loss, to_device
@@ -203,8 +206,18 @@ def test_wrapped_models_give_their_weights(classes: Checkpoint) -> None:
         classes.with_weights(model)
 
 
-def test_a_checkpoint_is_shown_in_one_line(classes: Checkpoint) -> None:
-    assert repr(classes) == "Checkpoint(transformer, 5,356,547 parameters, head classify)"
+def test_values_are_shown_in_one_line(classes: Checkpoint, tmp_path: Path) -> None:
+    assert (
+        repr(classes)
+        == "Checkpoint(transformer, 4 layers of 256, 5,356,547 parameters, head classify)"
+    )
+    assert repr(classes.tokenizer) == "Tokenizer(wordpiece, 8,192 pieces)"
+    write_store(tmp_path / "s", classes.tokenizer, {"train": ["a text", "b"], "valid": ["c"]})
+    store = open_store(tmp_path / "s")
+    assert repr(store) == f"Store('{tmp_path / 's'}', kind text, rows: train 2, valid 1)"
+    split = store.split("train")
+    assert repr(split) == "Split('train', 2 rows, 3 tokens, columns tokens)"
+    assert repr(split.columns["tokens"]) == "Ragged(2 rows, 3 values of uint16)"
     assert classes == classes
     assert classes != replace(classes)
 
@@ -365,3 +378,47 @@ def test_where_a_run_cannot_be_trained(tmp_path: Path) -> None:
     thread.join()
     assert "outside the main thread" in str(errors[0])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_continues_where_an_error_ended_it(
+    classes: Checkpoint, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The error keeps the frames of the first call, as in a notebook."""
+    rows = [("a word", 0), ("word a", 1)] * 4
+    write_store(tmp_path / "s", classes.tokenizer, {"train": rows}, ["x", "y"])
+    settings = ["train.steps=2", "batch.rows=4", "batch.max_tokens=8", "train.select=last"]
+    given = [f"data={tmp_path / 's'}", f"run={tmp_path / 'run'}", "init=micro/english"]
+    recipe = load(Recipe, ["finetune/classify", *given, *settings])
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr("xformer.train.clip_and_step", failing)
+    with pytest.raises(RuntimeError, match="a mistake") as error:
+        train(recipe)
+    monkeypatch.undo()
+    train(recipe)
+    assert read_json(tmp_path / "run/result.json")["steps"] == 2
+    assert error.traceback
+
+
+def test_what_is_no_checkpoint(classes: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"keep_layers takes a checkpoint, such as .*, not a str"):
+        surgery.keep_layers("micro/english", first=2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"keep_layers: .*'frist'; its arguments are checkpoint, "):
+        surgery.keep_layers(classes, frist=2)  # type: ignore[call-arg]
+    with pytest.raises(BadInput, match=r"save takes a checkpoint, not a Model; START.with_weights"):
+        checkpoint.save(classes.model(), tmp_path / "c")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=r"give a list of arguments: \['pretrain/smoke', ...\]"):
+        load(Recipe, "pretrain/smoke")  # type: ignore[arg-type]
+
+
+def test_a_home_directory_is_not_made_here(classes: Checkpoint) -> None:
+    for write in (
+        lambda: checkpoint.save(classes, "~/c"),
+        lambda: write_store("~/s", classes.tokenizer, {"train": ["a"]}),
+        lambda: Run(Path("~/r")).open({}, overwrite=False),
+    ):
+        with pytest.raises(BadInput, match=r"~/.: the shell has not replaced ~; give the whole"):
+            write()
+    assert not Path("~").exists()

@@ -826,7 +826,10 @@ def test_the_command_writes_a_checkpoint_and_keeps_an_old_one(
     manifest = (out / "manifest.json").read_bytes()
     again = run_here(capfd, "from-hf", plain, out)
     assert again.status == 2
-    assert again.err == f"error: {out} exists; give another output, or --overwrite to replace it\n"
+    assert again.err == (
+        f"error: {out} exists; give another output, or --overwrite to replace it (in Python, "
+        "overwrite=True)\n"
+    )
     assert (out / "manifest.json").read_bytes() == manifest
     assert run_here(capfd, "from-hf", plain, out, "--overwrite").status == 0
 

@@ -375,7 +375,8 @@ def test_the_command_keeps_an_old_directory(
     assert run(capfd, *line)[0] == 0
     assert run(capfd, *line)[::2] == (
         2,
-        f"error: {line[2]} exists; give another output, or --overwrite to replace it\n",
+        f"error: {line[2]} exists; give another output, or --overwrite to replace it "
+        "(in Python, overwrite=True)\n",
     )
     assert run(capfd, *line, "--overwrite")[0] == 0
     (tmp_path / "ours/model.safetensors").write_bytes(b"x")

@@ -121,7 +121,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "The command `xformer`.": ("xformer.command", "xformer.__main__"),
 }
-LINES_OF_TRAINING = 9_455
+LINES_OF_TRAINING = 9_540
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -319,6 +319,11 @@ def test_init_files_are_empty() -> None:
         if name == "xformer.surgery":  # which exports its operations and nothing else
             exported = re.compile(r"from xformer\.surgery\.\w+ import (\w+) as \1")
             statements = [line for line in statements if not exported.fullmatch(line)]
+        if name == "xformer":  # before torch is imported; see xformer.start
+            prepared = ["share_cores()", "allow_more_files()"]
+            imported = "from xformer.start import allow_more_files, share_cores"
+            assert statements[1:] == [imported, *prepared]
+            statements = []
         assert statements == [], name
 
 

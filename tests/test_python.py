@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -374,8 +375,14 @@ def test_rows_of_any_iterator_become_a_store(english: Checkpoint, tmp_path: Path
     assert tokenizer.decode(tokens[2499]) == "row 2499"
     write_store(tmp_path / "score", tokenizer, {"train": [("a", 1.5)], "valid": [["b", "-2"]]})
     assert open_store(tmp_path / "score").split("valid").columns["label"].tolist() == [-2.0]
-    write_store(tmp_path / "class", tokenizer, {"train": [("a", "x"), ("b", 1)]}, labels="xy")
+    write_store(tmp_path / "class", tokenizer, {"train": [("a", "x"), ("b", 1)]}, labels=["x", "y"])
     assert open_store(tmp_path / "class").split("train").columns["label"].tolist() == [0, 1]
+
+
+class Table(dict):
+    """Like a DataFrame: it has columns, and iterating over it yields their names."""
+
+    columns = ("text", "label")
 
 
 @pytest.mark.parametrize(
@@ -384,7 +391,11 @@ def test_rows_of_any_iterator_become_a_store(english: Checkpoint, tmp_path: Path
         ({}, (), "there are no rows"),
         ({"train": []}, (), "there are no rows"),
         ({"train": ["a"], "valid": []}, (), "the split 'valid' would be empty"),
-        ({"train": [3]}, (), r"row 0 of the split 'train' is 3; it must be a text"),
+        (
+            {"train": [3]},
+            (),
+            r"row 0 of the split 'train' is 3; a row is a text, \(text, label\) or",
+        ),
         ({"train": ["a", ("b", 1)]}, (), r"row 1 of the split 'train' is \('b', 1\); it must be"),
         ({"train": [("a", 1), (2, 1)]}, "xy", r"row 1 .*must be \(text, label\)"),
         ({"train": [("a", "z")]}, "xy", "the label 'z' is neither one of x, y nor"),
@@ -400,14 +411,23 @@ def test_rows_of_any_iterator_become_a_store(english: Checkpoint, tmp_path: Path
             (),
             "the split 'validation' is called 'valid' here",
         ),
+        ({"Training": ["a"]}, (), "the split 'Training' is called 'train' here"),
+        ([("a", 1)], (), "give the rows of each split by its name"),
+        ({"train": Table()}, (), r"the split 'train' is a table; give its rows, such as table\[\["),
+        (
+            {"train": [("a", 1)]},
+            "10",
+            "the label 1 is the name of a class and the number of another",
+        ),
+        ({"train": [("a", None)]}, "xy", "the label None is neither one of x, y nor"),
         ({"../train": ["a"]}, (), "letters, digits, '_', '-' and '.', not '../train'"),
     ],
 )
 def test_rows_that_are_refused(
-    english: Checkpoint, tmp_path: Path, splits: dict, labels: str, words: str
+    english: Checkpoint, tmp_path: Path, splits: Any, labels: str, words: str
 ) -> None:
     with pytest.raises(BadInput, match=words):
-        write_store(tmp_path / "s", english.tokenizer, splits, labels)
+        write_store(tmp_path / "s", english.tokenizer, splits, list(labels))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -416,6 +436,13 @@ def test_texts_and_labels_must_be_equally_many(english: Checkpoint) -> None:
         split_of(english.tokenizer, ["a", "b"], labels=[1])
     with pytest.raises(BadInput, match="give a list of texts, not a single text"):
         pack(english.tokenizer, "hello")
+    for table in (Table(text=["a"], label=[1]), {"a": 1}, {"a", "b"}):
+        with pytest.raises(BadInput, match="give a list of texts, not a"):
+            pack(english.tokenizer, table)  # type: ignore[arg-type]
+        with pytest.raises(BadInput, match="give a list of texts, not a"):
+            english.encode(table)
+        with pytest.raises(BadInput, match="give a list of names of classes, not a"):
+            write_store("s", english.tokenizer, {"train": [("a", 0)]}, table)  # type: ignore[arg-type]
     with pytest.raises(BadInput, match=r"masking=1.5 is not a probability"):
         pack(english.tokenizer, ["hello"], masking=1.5)
 

@@ -1006,6 +1006,11 @@ def test_a_run_does_not_delete_what_it_starts_from(data: Toys, tmp_path: Path) -
         ):
             prepare(recipe, ALONE)
         prepare(recipe.model_copy(update={"run": str(tmp_path / "other")}), ALONE)
+    transplant = [f'surgery=[{{op="transplant", source="{init}"}}]', "overwrite=true"]
+    settings = ["init=micro/english", "mapping=ids", *transplant]
+    recipe = load(Recipe, [CLASSIFY, f"data={data.classes}", f"run={run}", *settings])
+    with pytest.raises(BadInput, match=f"would delete the source of an operation, {init}: give"):
+        prepare(recipe, ALONE)
 
 
 def test_letters_that_are_exchanged_at_random_are_pointed_out(

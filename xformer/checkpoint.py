@@ -26,6 +26,7 @@ from torch import Tensor
 
 from xformer.data import tokenizers
 from xformer.data.batch import CHUNK
+from xformer.data.display import many
 from xformer.data.errors import BadInput, typed
 from xformer.data.files import (
     atomic_directory,
@@ -41,6 +42,7 @@ from xformer.data.files import (
     what_is,
     write_json,
 )
+from xformer.data.memory import check_list
 from xformer.data.tokenizers import Tokenizer
 from xformer.model import hilbert
 from xformer.model.config import NEWER, ModelConfig
@@ -75,7 +77,10 @@ class Checkpoint:
     def __repr__(self) -> str:
         head = None if self.head is None else self.head.kind
         size = sum(weight.numel() for weight in self.weights.values())
-        return f"Checkpoint({self.config.architecture}, {size:,} parameters, head {head})"
+        shape = str(self.config.architecture)
+        if shape == "transformer":
+            shape += f", {many(self.config.layers, 'layer')} of {self.config.hidden}"
+        return f"Checkpoint({shape}, {size:,} parameters, head {head})"
 
     @property
     def task(self) -> Task | None:
@@ -172,6 +177,8 @@ class Checkpoint:
         """
         if not isinstance(texts, Iterable):
             raise BadInput(f"encode takes a text or a list of texts, not {texts!r}")
+        if not isinstance(texts, str):
+            check_list(texts, "texts")
         given = [texts] if isinstance(texts, str) else list(texts)
         on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         vectors = vectors_of(
@@ -329,6 +336,9 @@ def save(
     Raises BadInput if `path` exists; with `overwrite` only if it holds something other than a
     checkpoint.
     """
+    if not isinstance(checkpoint, Checkpoint):
+        given = type(checkpoint).__name__
+        raise BadInput(f"save takes a checkpoint, not a {given}; START.with_weights(MODEL) is one")
     path = Path(path)
     # a run also replaces a damaged checkpoint of its own
     of_run = path.parent.name in ("checkpoints", "trajectory") and step_of(path) is not None

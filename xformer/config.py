@@ -116,6 +116,8 @@ def load(
         say(*help_text(schema, title).split("\n"))
         sys.exit(0)
     values: dict[str, Any] = {}
+    if isinstance(arguments, str):
+        raise BadInput(f"give a list of arguments: [{arguments!r}, ...]")
     if recipe:
         if not arguments or "=" in arguments[0] or arguments[0].startswith("-"):
             such = typed("such as recipes/pretrain/mini.toml")
@@ -179,12 +181,14 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = (), what: str = "recipe") -
         if status.st_size > LARGEST:
             size = f"{status.st_size:,} bytes"
             raise BadInput(f"the {what} {path} has {size}, more than {LARGEST:,}; give a TOML file")
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (FileNotFoundError, NotADirectoryError):
         near = _nearest_recipe(path, what != "recipe")
         raise BadInput(f"the {what} {path} does not exist{near}") from None
     except IsADirectoryError:
         raise BadInput(f"the {what} {path} is a directory; give a file") from None
+    except UnicodeDecodeError:
+        raise BadInput(f"{path} is not UTF-8; save it in this encoding") from None
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not TOML: {error}") from None
     base = values.pop("base", None)

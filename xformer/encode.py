@@ -22,7 +22,7 @@ from xformer.checkpoint import Checkpoint
 from xformer.config import Settings, help_text, parse_overrides, validate
 from xformer.convert.hf import vector_arguments
 from xformer.data.batch import CHUNK
-from xformer.data.display import say
+from xformer.data.display import many, say
 from xformer.data.errors import BadInput, typed
 from xformer.data.files import what_is, write_bytes
 from xformer.data.outputs import check_writable
@@ -83,6 +83,8 @@ def main(read_texts: ReadTexts) -> None:
         if not any(a.startswith(("pooling=", "normalize=", "max_tokens=")) for a in arguments):
             _say_published(checkpoint)
         texts = read_texts(Path(config.input), config.column)
+        if empty := sum(not text.strip() for text in texts):
+            say(f"warning: {empty:,} of {many(len(texts), 'text')} are empty", error=True)
         ranks = processes.start(SystemConfig(threads=config.threads))
         if ranks.world_size > 1:
             raise BadInput("this command runs as a single process; start it without torchrun")

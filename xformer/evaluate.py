@@ -129,7 +129,7 @@ class EvaluateConfig(Settings):
 
 
 def fill_mask(
-    checkpoint: Checkpoint, text: str, top: int, ranks: Ranks = ALONE, precision: str = "fp32"
+    checkpoint: Checkpoint, text: str, top: int = 5, ranks: Ranks = ALONE, precision: str = "fp32"
 ) -> list[list[tuple[float, str]]]:
     """For each mask token in `text`, the `top` likeliest pieces as (probability, piece). A
     piece of a byte-level BPE is given as characters, if its bytes are whole ones.

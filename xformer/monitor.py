@@ -19,7 +19,7 @@ import torch
 
 from xformer.config import flat, show
 from xformer.data.display import Progress, format_number, say
-from xformer.data.errors import Failure, Interrupted, reason
+from xformer.data.errors import BadInput, Failure, Interrupted, reason
 from xformer.data.files import write_bytes
 
 # The events at the end of a log. A run that continues removes them.
@@ -262,8 +262,11 @@ class Board:
 
 def records(run: str | Path) -> list[dict[str, Any]]:
     """The events of a run's log, in order. Lines that are not events are left out, such as an
-    incomplete last line of a run that was killed."""
-    lines = (Path(run) / "log.jsonl").read_bytes().split(b"\n")
+    incomplete last line of a run that was killed. Raises BadInput if there is no log."""
+    path = Path(run) / "log.jsonl"
+    if not path.is_file():
+        raise BadInput(f"{path} does not exist; give the directory of a run")
+    lines = path.read_bytes().split(b"\n")
     return [record for line in lines if (record := _record(line)) is not None]
 
 

@@ -35,6 +35,7 @@ import io
 import json
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import numpy as np
 
@@ -83,6 +84,8 @@ def read(path: str | Path) -> Predictions:
         check_run_file(path.absolute().parents[1], f"{FOLDER}/{path.name}", path, remedy)
     content = io.BytesIO(path.read_bytes())
     try:
+        if not is_zipfile(content):
+            raise ValueError("it is not an .npz archive")
         with np.load(content, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         if "about" not in arrays:

@@ -63,6 +63,7 @@ def prepare(recipe: Recipe, ranks: Ranks, overrides: Collection[str] | None = No
     store = open_stores(recipe.data)
     for name in store.splits:
         store.split(name)  # refuses a split without rows now, not when it is scored
+    _check_overwriting(recipe)
     start = _initial(recipe, store, overrides)
     recipe, replaced = _with_shape(recipe, start)
     check_model(recipe, start.config)
@@ -168,15 +169,22 @@ def _earlier(run: Path) -> str:
     return "bf16" if recorded == "bf16" else "fp32"  # the first versions knew only fp32
 
 
+def _check_overwriting(recipe: Recipe) -> None:
+    """Raise BadInput if `overwrite` would delete a checkpoint that the run reads, without which it
+    could not be continued."""
+    sources = [step.arguments["source"] for step in recipe.surgery if "source" in step.arguments]
+    for given in filter(None, [recipe.init, *sources]) if recipe.overwrite else ():
+        run = checkpoints.resolve(given).absolute().parent.parent  # if a run has written it
+        if run.resolve() == Path(recipe.run).resolve():
+            key = "init=" if given == recipe.init else "the source of an operation, "
+            raise BadInput(f"overwrite=true would delete {key}{given}: give another run=")
+
+
 def _initial(recipe: Recipe, store: Store, overrides: Collection[str] | None) -> Checkpoint:
-    """The checkpoint of `init=`, or fresh weights. Raises BadInput if a weight is not finite, or if
-    `overwrite` would delete the checkpoint, without which the run could not be continued."""
+    """The checkpoint of `init=`, or fresh weights. Raises BadInput if a weight is not finite."""
     if recipe.init is None:
         return checkpoints.fresh(recipe.model, store.tokenizer(), recipe.seed.of("weights"))
     start, given = checkpoints.load(recipe.init), f"init={recipe.init}"
-    run = checkpoints.resolve(recipe.init).absolute().parent.parent  # if a run has written it
-    if recipe.overwrite and run.resolve() == Path(recipe.run).resolve():
-        raise BadInput(f"overwrite=true would delete {given}: give another run=")
     start = replace(start, config=with_dropout(start.config, recipe.model, overrides))
     for name, weight in start.weights.items():
         if not weight.isfinite().all():

@@ -120,7 +120,7 @@ class State:
 
 
 class Run:
-    """A run directory. Rank 0 opens it with `open`, which locks it until the process ends.
+    """A run directory. Rank 0 opens it with `open`, which locks it until `close`.
 
     `config` is the content of config.json for this start. `starts` lists the settings and the
     environment of each start that changed them, with its step. Both are known only to rank 0.
@@ -163,6 +163,11 @@ class Run:
             _delete_run(path)
         self.config, self._lock = config, lock
         self.starts = [] if earlier is None else earlier["starts"]
+
+    def close(self) -> None:
+        """Unlock the directory, so that this or another process can continue the run."""
+        if self._lock is not None:
+            self._lock.close()
 
     def checkpoint_path(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step_{step}"

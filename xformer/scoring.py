@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -36,8 +36,8 @@ class Scores:
     `predictions` from which the metrics are computed, in the form that is written to files."""
 
     metrics: dict[str, float]
-    outputs: np.ndarray
-    predictions: Predictions
+    outputs: np.ndarray = field(repr=False)
+    predictions: Predictions = field(repr=False)
 
 
 def score(

@@ -41,14 +41,12 @@ def run(main: Callable[[], None]) -> None:
     """
     open_standard_streams()
     end_with_parent()
-    share_cores()
     search_for_garbage_seldom()
     rank_zero = os.environ.get("RANK", "0") == "0"
     status, lines = 0, tuple[str, ...]()
     try:
         if sys.platform == "win32":
             raise BadInput("xformer does not run on Windows itself; use its Linux subsystem (WSL)")
-        allow_more_files()
         main()
     except BadInput as error:
         status, lines = error.status, error.lines
@@ -101,7 +99,7 @@ def share_cores() -> None:
 
     By default an idle thread of GNU's OpenMP spins for milliseconds, so that two runs on the same
     cores slow each other down several times. torch reads the variable when it loads OpenMP, and
-    child processes inherit it.
+    child processes inherit it. The package calls this when it is imported.
     """
     if not any(name in os.environ for name in WAITING):
         os.environ["GOMP_SPINCOUNT"] = SPINS
@@ -119,9 +117,12 @@ def search_for_garbage_seldom() -> None:
 
 
 def allow_more_files() -> None:
-    """Raise the limit of open files, which on macOS is 256. Each column of a store is one."""
-    import resource  # Windows has none
-
+    """Raise the limit of open files, which on macOS is 256. Each column of a store is one. The
+    package calls this when it is imported."""
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < FILES:
         most = hard if 0 <= hard < FILES else FILES

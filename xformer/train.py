@@ -78,23 +78,23 @@ def train(
     ranks = ranks or processes.start(recipe.system)
     setup = prepare(recipe, ranks, overrides)
     ranks.on_rank_zero(lambda: check_branch(setup))
-    run = open_run(setup)
-    if ranks.on_rank_zero(lambda: kept_only_weights(run.path)):
-        ranks.on_rank_zero(run.verify_selected)
-        _leave(setup, run)
-        return
-    newest = ranks.on_rank_zero(run.newest)
-    branch = recipe.train.branch_from
-    begun = newest or (Path(branch) if branch else None)
-    state = State.read(begun) if begun else State()
-    if newest is None:
-        forget_validations(state)
-    if setup.done(state) and ranks.on_rank_zero(lambda: is_finished(run.path)):
-        _leave(setup, run)
-        return
-    ranks.on_rank_zero(lambda: setup.trajectory.check_room(run.path, state.step))
-    ranks.on_rank_zero(lambda: run.begin(state.step))
-    _train_from(begun, state, setup, run, until, own=newest is not None)
+    with closing(open_run(setup)) as run:
+        if ranks.on_rank_zero(lambda: kept_only_weights(run.path)):
+            ranks.on_rank_zero(run.verify_selected)
+            _leave(setup, run)
+            return
+        newest = ranks.on_rank_zero(run.newest)
+        branch = recipe.train.branch_from
+        begun = newest or (Path(branch) if branch else None)
+        state = State.read(begun) if begun else State()
+        if newest is None:
+            forget_validations(state)
+        if setup.done(state) and ranks.on_rank_zero(lambda: is_finished(run.path)):
+            _leave(setup, run)
+            return
+        ranks.on_rank_zero(lambda: setup.trajectory.check_room(run.path, state.step))
+        ranks.on_rank_zero(lambda: run.begin(state.step))
+        _train_from(begun, state, setup, run, until, own=newest is not None)
 
 
 def _check_caller() -> None:
@@ -306,7 +306,7 @@ def _score_splits(session: Session, model: Model, step: int) -> dict[str, dict[s
     then 'valid' is scored again.
     """
     setup, run, monitor = session.setup, session.run, session.monitor
-    metrics = {}
+    metrics, remarks = {}, {}
     for split in setup.store.splits:
         if split != "train" and setup.task.has_labels(setup.store.split(split)):
             known = session.validated.get(step) if split == "valid" else None
@@ -315,9 +315,10 @@ def _score_splits(session: Session, model: Model, step: int) -> dict[str, dict[s
             if setup.ranks.rank == 0:
                 write(run.predictions_path(split), scores.predictions, setup.store.key)
             if remark := setup.task.remark(scores.predictions):
+                remarks[split] = {"remark": remark}
                 monitor.say(f"warning: {split}: {remark}")
     for split, values in metrics.items():
-        monitor.event("end", session.state.step, split=split, **values)
+        monitor.event("end", session.state.step, split=split, **values, **remarks.get(split, {}))
     return metrics
 
 

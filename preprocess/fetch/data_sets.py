@@ -73,7 +73,7 @@ def load_catalogue(path: Path) -> dict[str, DataSet]:
     Raises BadInput naming the file, the entry and the problem if the catalogue is not valid.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise BadInput(f"{path} does not exist") from None
     except (ValueError, RecursionError, IsADirectoryError) as error:

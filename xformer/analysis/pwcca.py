@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -62,8 +62,8 @@ class Similarity:
     svcca: float
     cca: float
     cka: float
-    correlations: np.ndarray
-    weights: np.ndarray
+    correlations: np.ndarray = field(repr=False)
+    weights: np.ndarray = field(repr=False)
     ranks: tuple[int, int]
     widths: tuple[int, int]
     samples: int

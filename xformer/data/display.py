@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from io import TextIOWrapper
 from typing import Any, Self, TextIO
 
 UNLIMITED = sys.maxsize  # a width
@@ -65,8 +66,12 @@ def _if_anyone_reads() -> Iterator[None]:
 def say_at_once(line: str) -> None:
     """Print a line on standard error from a signal handler. Printing as usual could fail there,
     because the signal may have interrupted another line."""
+    text = f"\n{escaped(line)}\n"
     with suppress(OSError, ValueError):
-        os.write(sys.stderr.fileno(), f"\n{escaped(line)}\n".encode())
+        if isinstance(sys.stderr, TextIOWrapper):
+            os.write(sys.stderr.fileno(), text.encode())
+        else:  # a notebook's, whose file is the terminal of its server
+            sys.stderr.write(text)
 
 
 def put(text: str) -> None:

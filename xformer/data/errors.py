@@ -45,7 +45,15 @@ def typed(text: str) -> str:
     return text
 
 
-class BadInput(Exception):
+class _Told(Exception):
+    """An error whose message says everything."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows in place of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class BadInput(_Told):
     """The user's input is wrong; the message says what is wrong and how to correct it, in a line
     for each mistake. Exit status 2."""
 
@@ -56,13 +64,13 @@ class BadInput(Exception):
         self.lines = lines
 
 
-class Failure(Exception):
+class Failure(_Told):
     """The input is right but the work failed (no space left, a process died). Exit status 1."""
 
     status = 1
 
 
-class Interrupted(Exception):
+class Interrupted(_Told):
     """A signal stopped the work after everything was saved. Exit status 128 + signal number."""
 
     def __init__(self, signal_number: int, message: str):

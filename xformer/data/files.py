@@ -226,9 +226,10 @@ def sync(path: Path) -> None:
 def make_directory(path: Path, key: str = "") -> None:
     """Make a directory and its parents.
 
-    Raises BadInput if the directory cannot be made, as in /proc. `key` precedes the path in the
-    message.
+    Raises BadInput if the directory cannot be made, as in /proc, or begins with ~. `key` precedes
+    the path in the message.
     """
+    _refuse_tilde(path, key)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -238,11 +239,22 @@ def make_directory(path: Path, key: str = "") -> None:
         raise BadInput(f"{key}{path} cannot be made ({why}); give another directory") from None
 
 
+def _refuse_tilde(path: Path, key: str = "") -> None:
+    """Raise BadInput for a path such as ~/runs. It would become a directory called ~ here."""
+    if path.parts[:1] == ("~",):
+        raise BadInput(f"{key}{path}: the shell has not replaced ~; give the whole path")
+
+
 def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Raise BadInput if an output exists and `overwrite` is false, or if its parent is a file."""
+    """Raise BadInput if an output exists and `overwrite` is false, if its parent is a file, or if
+    it begins with ~."""
+    _refuse_tilde(path)
     put_back(path)
     if path.exists() and not overwrite:
-        raise BadInput(f"{path} exists; give another output, or --overwrite to replace it")
+        raise BadInput(
+            f"{path} exists; give another output, or --overwrite to replace it (in Python, "
+            "overwrite=True)"
+        )
     parent = path.absolute().parent
     while not parent.exists():
         parent = parent.parent

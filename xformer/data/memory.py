@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
@@ -41,9 +42,19 @@ def split_of(
     return Split("rows", len(texts), tokens, columns)
 
 
+def check_list(values: object, what: str) -> None:
+    """Raise BadInput if these are not `what` one after the other: a single text, a table (which
+    yields the names of its columns), a dict or a set."""
+    if isinstance(values, str):
+        raise BadInput(f"give a list of {what}, not a single text")
+    if hasattr(values, "columns"):
+        raise BadInput(f"give a list of {what}, not a table; a column of it is one: table['text']")
+    if isinstance(values, Mapping | AbstractSet):
+        raise BadInput(f"give a list of {what}, not a {type(values).__name__}")
+
+
 def _ragged(tokenizer: Tokenizer, texts: Sequence[str]) -> Ragged:
-    if isinstance(texts, str):
-        raise BadInput("give a list of texts, not a single text")
+    check_list(texts, "texts")
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             what = f"{one_line(repr(text), 60)}, of type {type(text).__name__}"

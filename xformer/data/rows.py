@@ -8,13 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from xformer.data.display import many, say
 from xformer.data.errors import BadInput
-from xformer.data.memory import ids_of
+from xformer.data.memory import check_list, ids_of
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
@@ -22,7 +24,12 @@ LARGEST = float(np.finfo(np.float32).max)
 BATCH = 1000  # rows that are encoded and written together
 Row = tuple[Any, ...]
 FORMS = {1: "a text", 2: "(text, label)", 3: "(text, second text, label)"}  # by width
-OTHER_NAMES = ("val", "validation", "dev", "devel")  # of valid, in other programs
+# names of splits in other programs
+OTHER_NAMES = {
+    "training": "train",
+    **dict.fromkeys(("val", "validation", "dev", "devel"), "valid"),
+    "testing": "test",
+}
 METRICS = {"text": None, "class": "accuracy", "score": "spearman"}
 
 
@@ -47,33 +54,43 @@ def write_store(
     is not known or is infinite, or if `labels` has a name that is not a text, names a class twice
     or only one class, or the rows have none. A score of NaN means that the row has none.
     """
+    check_list(labels, "names of classes")
+    labels = list(labels)
     if not all(isinstance(label, str) for label in labels):
-        raise BadInput(f"labels={list(labels)}: give the names of the classes, which are texts")
-    for name in splits:
-        if name in OTHER_NAMES:
-            raise BadInput(f"the split {name!r} is called 'valid' here")
+        raise BadInput(f"labels={labels}: give the names of the classes, which are texts")
+    if not isinstance(splits, Mapping):
+        raise BadInput("give the rows of each split by its name: {'train': rows, 'valid': others}")
+    for name, its_rows in splits.items():
+        if hasattr(its_rows, "columns"):
+            form = "table[['text', 'label']].itertuples(index=False)"
+            raise BadInput(f"the split {name!r} is a table; give its rows, such as {form}")
+        if own := OTHER_NAMES.get(name.lower()):
+            raise BadInput(f"the split {name!r} is called {own!r} here")
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise BadInput(
                 f"the name of a split has letters, digits, '_', '-' and '.', not {name!r}"
             )
-    first, splits = _peeked(splits)
+    first, iterators = _peeked(splits)
     texts = ["tokens", "tokens_b"][: max(1, len(first) - 1)]
     kind = "text" if len(first) == 1 else "class" if labels else "score"
     if labels and (kind == "text" or len(set(labels)) < max(2, len(labels))):
         alone = "there is only one class" if len(labels) == 1 else "a class is named twice"
         why = "the rows are texts alone" if kind == "text" else alone
-        raise BadInput(f"labels={list(labels)}: {why}")
+        raise BadInput(f"labels={labels}: {why}")
     columns = dict.fromkeys(texts, "")
     if kind != "text":
         columns["label"] = "int64" if kind == "class" else "float32"
     with create_store(path, tokenizer, columns, texts, overwrite) as store:
-        for name, rows in splits.items():
+        for name, rows in iterators.items():
             with store.split(name) as split:
-                start = 0
+                start = empty = 0
                 while some := list(islice(rows, BATCH)):
                     checked = _checked(some, len(first), name, start)
                     _append(split, tokenizer, checked, labels, texts)
                     start += len(some)
+                    empty += sum(not any(map(str.strip, row[: len(texts)])) for row in checked)
+            if empty:
+                say(f"warning: {many(empty, 'row')} of {name} have no text", error=True)
         # the names that `evaluate.py input=` looks for in the header of a table
         names = {"text": "text", "text_b": "text_b" if len(texts) == 2 else None}
         store.finish(kind, labels, METRICS[kind], {} if kind == "text" else {"columns": names})
@@ -87,7 +104,10 @@ def _peeked(splits: Mapping[str, Iterable[Any]]) -> tuple[Row, dict[str, Iterato
         for row in rows:
             iterators[name] = chain([row], rows)
             width = len(_as_tuple(row))
-            return _checked([row], min(max(width, 1), 3), name, 0)[0], iterators
+            if width not in FORMS:
+                forms = f"a text, {FORMS[2]} or {FORMS[3]}"
+                raise BadInput(f"row 0 of the split {name!r} is {row!r}; a row is {forms}")
+            return _checked([row], width, name, 0)[0], iterators
     raise BadInput("there are no rows to write")
 
 
@@ -141,7 +161,14 @@ def _number(label: Any, labels: Sequence[str]) -> float:
         return score
     if isinstance(label, str) and label in labels:
         return labels.index(label)
-    if not isinstance(label, str) and label in range(len(labels)):
-        return int(label)
     named = ", ".join(labels)
+    if hasattr(label, "__index__") or isinstance(label, Real):  # pandas.NA is neither
+        name = str(label)
+        if name in labels and labels.index(name) != label:
+            raise BadInput(
+                f"the label {label!r} is the name of a class and the number of another; give its "
+                f"name, {name!r}, or give labels in the order of their numbers"
+            )
+        if label in range(len(labels)):
+            return int(label)
     raise BadInput(f"the label {label!r} is neither one of {named} nor the number of one, from 0")

@@ -70,6 +70,9 @@ class Ragged:
     values: np.ndarray
     offsets: np.ndarray
 
+    def __repr__(self) -> str:
+        return f"Ragged({len(self):,} rows, {len(self.values):,} values of {self.values.dtype})"
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -103,6 +106,12 @@ class Split:
     words: int | None = None
     together: int = 1
 
+    def __repr__(self) -> str:
+        columns = ", ".join(self.columns)
+        return (
+            f"Split({self.name!r}, {self.rows:,} rows, {self.tokens:,} tokens, columns {columns})"
+        )
+
 
 class Store:
     """An open store.
@@ -131,6 +140,10 @@ class Store:
         self._splits = {name: self._open(name) for name in meta["splits"]}
         if other := sorted(dict(_files(meta)).keys() ^ self._files.keys()):
             raise ValueError(f"{other[0]} does not belong to any column")
+
+    def __repr__(self) -> str:
+        rows = ", ".join(f"{name} {split.rows:,}" for name, split in self._splits.items())
+        return f"{type(self).__name__}({self.name!r}, kind {self.kind}, rows: {rows})"
 
     @property
     def parts(self) -> list[Store]:

@@ -86,6 +86,9 @@ class Tokenizer:
     def __len__(self) -> int:
         return len(self.pieces)
 
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.kind}, {len(self):,} pieces)"
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the ids of a text."""

@@ -95,8 +95,9 @@ class Ranks:
 
     def autocast(self, precision: str) -> torch.autocast:
         """The autocast context for fp32 or bf16."""
-        enabled = {"fp32": False, "bf16": True}[precision]  # auto was replaced before
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+        if precision not in ("fp32", "bf16"):  # auto was replaced before
+            raise BadInput(f"precision={precision!r} must be 'fp32' or 'bf16'")
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
 
     def seed(self, number: int) -> None:
         """Seed the generator of this rank's device."""

@@ -448,7 +448,7 @@ class Study(Settings):
     @property
     def extends(self) -> bool:
         """Whether the study has a base."""
-        return "base" in tomllib.loads(self.path.read_text(encoding="utf-8"))
+        return "base" in tomllib.loads(self.path.read_text(encoding="utf-8-sig"))
 
     def shows(self) -> tuple[Shown, ...]:
         """Every table and figure."""

@@ -85,7 +85,7 @@ class Sweep:
         text = self.text(path.parent)
         if path.exists():
             try:
-                same = tomllib.loads(path.read_text(encoding="utf-8")) == tomllib.loads(text)
+                same = tomllib.loads(path.read_text(encoding="utf-8-sig")) == tomllib.loads(text)
             except (ValueError, OSError):
                 same = False
             if not same:

@@ -10,8 +10,9 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeVar, cast
 
@@ -85,9 +86,19 @@ def operation(function: Function, check: Callable[..., None] | None = None) -> F
 
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Checkpoint:
-        given = signature.bind(*args, **kwargs).arguments
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            takes = ", ".join(signature.parameters)
+            raise TypeError(f"{name}: {error}; its arguments are {takes}") from None
         given = {k: str(v) if isinstance(v, Path) else v for k, v in given.items()}
-        return apply(given.pop("checkpoint"), [make_operation(name, given)])
+        checkpoint = given.pop("checkpoint")
+        if not isinstance(checkpoint, Checkpoint):
+            what = type(checkpoint).__name__
+            raise BadInput(
+                f"{name} takes a checkpoint, such as checkpoint.load(PATH), not a {what}"
+            )
+        return apply(checkpoint, [make_operation(name, given)])
 
     return cast(Function, recorded)
 
@@ -170,11 +181,17 @@ def apply(checkpoint: Checkpoint, operations: Sequence[Operation], seed: int = 0
 
 
 def content(step: Operation) -> dict[str, str]:
-    """{"sha256": key} of the checkpoint or store that an operation reads; {} if it reads none."""
+    """What decides the result of an operation, besides its arguments: {"sha256": key} of the
+    checkpoint or store that it reads, or {"code": key} of its code if it is not of this package.
+    """
     if step.op == "transplant":
         return {"sha256": checkpoints.content_key(checkpoints.resolve(step.arguments["source"]))}
     if step.op == "substitute_unused":
         return {"sha256": open_stores(step.arguments["store"]).key}
+    function = OPERATIONS[step.op].function
+    if not function.__module__.startswith("xformer."):
+        with suppress(OSError):  # typed in a plain Python console
+            return {"code": sha256(inspect.getsource(function).encode()).hexdigest()[:16]}
     return {}
 
 
