@@ -7,7 +7,9 @@ import tomllib
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from helpers import ROOT, SMOKE, Forks, command, good, training
 from test_train import same
 from toys import Toys
@@ -46,7 +48,11 @@ def test_help_lists_the_commands(
         lines = xformer(monkeypatch, capsys, *arguments).splitlines()
         for name in NAMES:
             assert [line.endswith(".") for line in lines if f"xformer {name} " in line] == [True]
-    assert xformer(monkeypatch, capsys, "--version").split()[0] == "xformer"
+    version, *about = xformer(monkeypatch, capsys, "--version").splitlines()
+    assert version.startswith("xformer ")
+    assert about[0].startswith("Python 3.")
+    assert f", torch {torch.__version__}, NumPy {np.__version__}" in about[0]
+    assert about[-1] == f"package: {ROOT / 'xformer'}"
     monkeypatch.setattr(sys, "argv", ["xformer", "analyse"])
     with pytest.raises(BadInput, match=r"no command 'analyse'; did you mean analyze\?"):
         commands._dispatch()

@@ -147,6 +147,22 @@ def test_a_library_is_compiled_and_loaded_and_computes_the_same(
 
 
 @linux
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are those of x86-64")
+def test_one_build_serves_several_processors(
+    small: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`XFORMER_MARCH=x86-64-v2` sets the compiler's option and the features that are compared."""
+    monkeypatch.setitem(PLAIN, "XFORMER_MARCH", "x86-64-v2")
+    compiled(small, wrapped(small, f'echo "$@" >> {tmp_path}/line; exec c++ "$@"'))
+    assert "-march=x86-64-v2" in (tmp_path / "line").read_text().split()
+    library = (small / "xformer/ops" / native.LIBRARY.name).read_bytes()
+    assert b"popcnt sse4_1 sse4_2 ssse3\0" in library
+    monkeypatch.setitem(PLAIN, "XFORMER_MARCH", "fast")
+    with pytest.raises(AssertionError, match="XFORMER_MARCH=fast: give one of native, x86-64-v2"):
+        compiled(small)
+
+
+@linux
 def test_without_a_compiler_the_installation_goes_on(package: Path) -> None:
     for text in (
         "",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
 import fcntl
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -217,17 +219,28 @@ def test_what_is_not_a_run_costs_a_line(
     shutil.copytree(runs / "b9", folder / "altered")
     (folder / "altered/result.json").write_text('{"metrics": {}}')
     (folder / "none").mkdir()
+    (folder / "private").mkdir()
+    scan = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path).name == "private":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
     monkeypatch.setattr(sys, "argv", ["xformer runs", str(folder)])
     main()
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines() if "finished" in line] == ["good"]
     skipped = {line.split(": ")[0].split("/")[-1]: line for line in err.splitlines()}
-    assert skipped.keys() == {"altered", "broken", "checkpoint", "list", "newer", "odd"}
+    bad = {"altered", "broken", "checkpoint", "list", "newer", "odd", "private"}
+    assert skipped.keys() == bad
     for name, words in (
         ("altered", "result.json is damaged"),
         ("broken", "is not valid JSON"),
         ("checkpoint", "its config.json is not that of a run"),
         ("newer", "unknown key no_such_setting"),
+        ("private", "Permission denied"),
     ):
         assert words in skipped[name]
 

@@ -15,10 +15,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from helpers import PATIENCE, ROOT, SMOKE, Forks, good, training
+from helpers import PATIENCE, ROOT, SMOKE, Forks, command, good, training
 from toys import Toys
 
 from xformer import start
+from xformer.data import files
 from xformer.data.errors import DISTRIBUTION
 
 LIMIT_IN_A_COMMAND = (
@@ -182,6 +183,48 @@ def test_the_limit_of_open_files_is_raised(tmp_path: Path) -> None:
     shown = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert int(shown.stdout) == (start.FILES if hard < 0 else min(start.FILES, hard))
+
+
+@pytest.mark.parametrize(
+    ("failing", "status", "words"),
+    [
+        ("raise MemoryError", 1, "the memory is full; free some, or raise the limit (ulimit -v)"),
+        ("import torch", 2, "this command needs torch, which is not installed: pip install torch"),
+    ],
+)
+def test_what_the_machine_lacks_costs_a_line(failing: str, status: int, words: str) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        f"def main():\n    {failing}\n"
+        "from xformer.start import run; run(main)"
+    )
+    ended = command("-c", code)
+    assert (ended.status, ended.out, ended.err) == (status, "", f"error: {words}\n")
+
+
+def test_docstrings_are_needed() -> None:
+    ended = command("-OO", "train.py", "--help")
+    assert ended.status == 2
+    assert ended.err == (
+        "error: xformer needs its docstrings, which python -OO removes; use python -O\n"
+    )
+
+
+def test_a_container_has_as_many_cores_as_its_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    (tmp_path / "cpu").mkdir()
+    for quota, cores in (("max 100000", 64), ("200000 100000", 2), ("50000 100000", 1)):
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+        assert files.usable_cores() == cores
+    (tmp_path / "cpu.max").unlink()
+    assert files.usable_cores() == 64
+    for share, cores in (("-1", 64), ("350000", 4)):  # control groups of version 1
+        (tmp_path / "cpu/cpu.cfs_quota_us").write_text(f"{share}\n")
+        (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+        assert files.usable_cores() == cores
 
 
 def test_windows_is_refused_in_one_line() -> None:

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from xformer.config import find_recipe, nearest, recipes
 from xformer.data.display import columns, put, say
-from xformer.data.errors import BadInput, typed
+from xformer.data.errors import DISTRIBUTION, BadInput, typed
+from xformer.data.files import usable_cores
 from xformer.start import run
 
 TRAIN = r"""Pre-train or fine-tune a model, as a recipe says.
@@ -100,7 +101,7 @@ def _dispatch() -> None:
         say(*_help().split("\n"))
         return
     if name == "--version":
-        say(f"xformer {version('xformer-transfer')}")
+        say(f"xformer {version(DISTRIBUTION)}", *_about())
         return
     if name not in COMMANDS:
         near = nearest(name, list(COMMANDS)) or f"; there are {', '.join(COMMANDS)}"
@@ -108,6 +109,26 @@ def _dispatch() -> None:
         raise BadInput(f"xformer has no command {name!r}{near}")
     sys.argv = [f"xformer {name}", *rest]  # `typed` reads this, and config.json records it
     COMMANDS[name].main()
+
+
+def _about() -> list[str]:
+    """Lines about this installation, for a report of an error."""
+    try:
+        import torch
+
+        from xformer import provenance
+        from xformer.ops import native
+    except ModuleNotFoundError as error:  # preprocess needs no torch
+        return [f"without {error.name}"]
+    versions = provenance.versions()
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    return [
+        f"Python {versions['python']}, torch {versions['torch']}, NumPy {versions['numpy']}",
+        f"{provenance.processor_model()}, {usable_cores()} cores; {cuda}",
+        native.cpu_kernels() + (f": {native.absent}" if native.absent else ""),
+        f"revision: {provenance.revision()}",
+        f"package: {Path(__file__).parent}",
+    ]
 
 
 def _help() -> str:

@@ -158,7 +158,9 @@ def diff(revision: str) -> str:
 
 def _git(*arguments: str) -> str:
     done = subprocess.run(
-        ["git", "-C", str(ROOT), *arguments],
+        # git refuses the checkout of another user, such as the administrator, unless told that it
+        # is safe; its code runs here anyway
+        ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), *arguments],
         capture_output=True,
         text=True,
         errors="replace",

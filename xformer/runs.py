@@ -151,7 +151,8 @@ class RunSummary:
 
 def print_runs(directory: str | Path, file: str | None) -> None:
     """Print the runs below a directory as a table, and write it to a csv file if one is given. If
-    the config.json of a directory is damaged or not from a run, a line below the table says so."""
+    the config.json of a directory is damaged or not from a run, or if a directory cannot be read, a
+    line below the table says so."""
     directory = Path(directory)
     if not directory.is_dir():
         raise BadInput(f"{directory} is not a directory; give one that has runs below it")
@@ -159,8 +160,8 @@ def print_runs(directory: str | Path, file: str | None) -> None:
         raise BadInput(f"csv={file}: give a name that ends in .csv")
     if file is not None:
         check_writable(Path(file))
-    runs, skipped = [], []
-    for path in run_directories(directory):
+    runs, skipped = [], list[str]()
+    for path in run_directories(directory, skipped):
         try:
             runs.append(summary(path, str(path.relative_to(directory))))
         except BadInput as error:
@@ -183,10 +184,14 @@ def print_runs(directory: str | Path, file: str | None) -> None:
         write_text(Path(file), text.getvalue())
 
 
-def run_directories(directory: Path) -> Iterator[Path]:
+def run_directories(directory: Path, skipped: list[str]) -> Iterator[Path]:
     """The directories that have a config.json. Hidden directories, and those inside one that has a
-    config.json, are left out."""
-    for folder, names, files in os.walk(directory):
+    config.json, are left out. A line about each that cannot be read is added to `skipped`."""
+
+    def skip(error: OSError) -> None:
+        skipped.append(f"skipped {error.filename}: {os.strerror(error.errno or 0)}")
+
+    for folder, names, files in os.walk(directory, onerror=skip):
         names[:] = [] if "config.json" in files else sorted(n for n in names if n[0] != ".")
         if "config.json" in files:
             yield Path(folder)

@@ -47,6 +47,8 @@ def run(main: Callable[[], None]) -> None:
     try:
         if sys.platform == "win32":
             raise BadInput("xformer does not run on Windows itself; use its Linux subsystem (WSL)")
+        if sys.flags.optimize > 1:
+            raise BadInput("xformer needs its docstrings, which python -OO removes; use python -O")
         main()
     except BadInput as error:
         status, lines = error.status, error.lines
@@ -61,6 +63,12 @@ def run(main: Callable[[], None]) -> None:
         if error.errno not in OF_THE_DISK:
             raise
         status, lines = 1, (reason(error),)
+    except MemoryError:
+        status, lines = 1, ("the memory is full; free some, or raise the limit (ulimit -v)",)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        status, lines = 2, ("this command needs torch, which is not installed: pip install torch",)
     if rank_zero:
         say(*(one_line(f"error: {x}" if status < 128 else x) for x in lines), error=True)
     # A rank ends without destructors. One that stays in a group of NCCL would wait there (see

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -22,6 +23,7 @@ import numpy as np
 from xformer.data.display import say
 from xformer.data.errors import OF_THE_DISK, BadInput, Failure, typed
 
+CGROUP = Path("/sys/fs/cgroup")  # what Linux lets this process use
 BLOCK = 64 * 2**20  # bytes that one checksum covers
 PIECE = 8 * 2**20  # bytes that are read at a time
 PACKAGE = Path(__file__).parents[1]  # contains micro/, the encoders that come with the package
@@ -406,7 +408,19 @@ def usable_cores() -> int:
     """The number of cores that this process may use."""
     if sys.platform == "darwin":  # macOS cannot tie a process to some cores
         return os.cpu_count() or 1
-    return len(os.sched_getaffinity(0))
+    return max(1, min(len(os.sched_getaffinity(0)), _quota()))
+
+
+def _quota() -> int:
+    """The cores whose time a container may use, as in `docker run --cpus 2`, rounded up. More
+    threads would only wait for one another."""
+    files = ("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")  # version 2, and 1
+    for names in files:
+        with suppress(OSError, ValueError):
+            words = " ".join((CGROUP / name).read_text(encoding="ascii") for name in names).split()
+            quota, period = map(int, words)  # "max" and -1 mean that there is no limit
+            return math.ceil(quota / period) if quota > 0 else sys.maxsize
+    return sys.maxsize
 
 
 def alive(process: int) -> bool:
