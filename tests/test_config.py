@@ -178,7 +178,7 @@ def test_a_typed_value_does_not_hide_a_group(tmp_path: Path, text: str) -> None:
         ("base = 3", "base=3 is not the path of a recipe"),
         ("a = ", "is not TOML"),
         ("a = " + "[" * 10_000, "is not TOML"),
-        ("\xff", "is not TOML"),
+        ("\xff", "is not UTF-8"),
     ],
 )
 def test_bad_recipes(tmp_path: Path, content: str, message: str) -> None:

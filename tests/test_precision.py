@@ -167,7 +167,7 @@ def test_auto_is_settled_once(fast: str) -> None:
     assert made.model_copy(update={"system": auto.system}) == auto
     assert with_precision(explicit, ALONE) == (explicit, "precision bf16")
     assert settings.validate(Recipe, {"data": "d", "run": "r", "head": "mlm"}).system == auto.system
-    with pytest.raises(KeyError):
+    with pytest.raises(BadInput, match="must be 'fp32' or 'bf16'"):
         ALONE.autocast("auto")
 
 
