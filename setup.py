@@ -10,6 +10,7 @@ without it.
 import hashlib
 import json
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -61,6 +62,8 @@ class BuildNative(build_ext):
         march = os.environ.get("XFORMER_MARCH", "native")
         if march not in ("native", *LEVELS):
             sys.exit(f"XFORMER_MARCH={march}: give one of native, {', '.join(LEVELS)}")
+        if march in LEVELS and platform.machine() != "x86_64":
+            sys.exit(f"XFORMER_MARCH={march}: this machine is not x86-64; give native")
         features = LEVELS.get(march) or processor_features()
         # For some of these processors, GCC would choose vectors of half the width.
         wide = ["-mprefer-vector-width=512"] if "avx512f" in features.split() else []

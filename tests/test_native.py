@@ -18,7 +18,7 @@ from helpers import ROOT
 
 from xformer.ops import native
 
-PLAIN = {k: v for k, v in os.environ.items() if k not in ("XFORMER_NATIVE", "CXX")}
+PLAIN = {k: v for k, v in os.environ.items() if k not in ("XFORMER_NATIVE", "XFORMER_MARCH", "CXX")}
 AGAIN = "install xformer again on this machine"
 # reports about the library after using it
 USED = """

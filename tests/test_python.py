@@ -377,6 +377,11 @@ def test_rows_of_any_iterator_become_a_store(english: Checkpoint, tmp_path: Path
     assert open_store(tmp_path / "score").split("valid").columns["label"].tolist() == [-2.0]
     write_store(tmp_path / "class", tokenizer, {"train": [("a", "x"), ("b", 1)]}, labels=["x", "y"])
     assert open_store(tmp_path / "class").split("train").columns["label"].tolist() == [0, 1]
+    numbers = (1, 0, True, np.bool_(False), np.int8(1), 1.0, torch.tensor(0))
+    rows = [("a", number) for number in numbers]
+    write_store(tmp_path / "class", tokenizer, {"train": rows}, labels=["0", "1"], overwrite=True)
+    labels = open_store(tmp_path / "class").split("train").columns["label"]
+    assert labels.tolist() == list(map(int, numbers))
 
 
 class Table(dict):
@@ -419,6 +424,10 @@ class Table(dict):
             "10",
             "the label 1 is the name of a class and the number of another",
         ),
+        ({"train": [("a", 3)]}, "123", "the label 3 is the name of a class and the number of"),
+        ({"train": [("a", np.float64(1))]}, "123", r"the label .*1.0.* is the name of a class"),
+        ({"train": [("a", torch.tensor(1))]}, "10", r"the label tensor\(1\) is the name of a"),
+        ({"train": [("a", 0.5)]}, "xy", "the label 0.5 is neither one of x, y nor"),
         ({"train": [("a", None)]}, "xy", "the label None is neither one of x, y nor"),
         ({"../train": ["a"]}, (), "letters, digits, '_', '-' and '.', not '../train'"),
     ],

@@ -1006,6 +1006,11 @@ def test_a_run_does_not_delete_what_it_starts_from(data: Toys, tmp_path: Path) -
         ):
             prepare(recipe, ALONE)
         prepare(recipe.model_copy(update={"run": str(tmp_path / "other")}), ALONE)
+    (tmp_path / "link").symlink_to(init)
+    linked = load(Recipe, [CLASSIFY, f"data={data.classes}", f"run={run}", "mapping=ids"])
+    update = {"init": str(tmp_path / "link"), "overwrite": True}
+    with pytest.raises(BadInput, match=f"overwrite=true would delete init={tmp_path / 'link'}"):
+        prepare(linked.model_copy(update=update), ALONE)
     transplant = [f'surgery=[{{op="transplant", source="{init}"}}]', "overwrite=true"]
     settings = ["init=micro/english", "mapping=ids", *transplant]
     recipe = load(Recipe, [CLASSIFY, f"data={data.classes}", f"run={run}", *settings])

@@ -118,8 +118,8 @@ def _about() -> list[str]:
 
         from xformer import provenance
         from xformer.ops import native
-    except ModuleNotFoundError as error:  # preprocess needs no torch
-        return [f"without {error.name}"]
+    except (ImportError, OSError) as error:  # preprocess needs no torch
+        return [f"torch cannot be imported: {error}"]
     versions = provenance.versions()
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     return [

@@ -86,6 +86,7 @@ def read(path: str | Path) -> Predictions:
     try:
         if not is_zipfile(content):
             raise ValueError("it is not an .npz archive")
+        content.seek(0)
         with np.load(content, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         if "about" not in arrays:

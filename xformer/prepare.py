@@ -172,10 +172,10 @@ def _earlier(run: Path) -> str:
 def _check_overwriting(recipe: Recipe) -> None:
     """Raise BadInput if `overwrite` would delete a checkpoint that the run reads, without which it
     could not be continued."""
-    sources = [step.arguments["source"] for step in recipe.surgery if "source" in step.arguments]
+    sources = [step.arguments["source"] for step in recipe.surgery if step.op == "transplant"]
     for given in filter(None, [recipe.init, *sources]) if recipe.overwrite else ():
-        run = checkpoints.resolve(given).absolute().parent.parent  # if a run has written it
-        if run.resolve() == Path(recipe.run).resolve():
+        run = checkpoints.resolve(given).resolve().parent.parent  # if a run has written it
+        if run == Path(recipe.run).resolve():
             key = "init=" if given == recipe.init else "the source of an operation, "
             raise BadInput(f"overwrite=true would delete {key}{given}: give another run=")
 

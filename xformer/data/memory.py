@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import KeysView, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -49,7 +49,7 @@ def check_list(values: object, what: str) -> None:
         raise BadInput(f"give a list of {what}, not a single text")
     if hasattr(values, "columns"):
         raise BadInput(f"give a list of {what}, not a table; a column of it is one: table['text']")
-    if isinstance(values, Mapping | AbstractSet):
+    if isinstance(values, Mapping | AbstractSet) and not isinstance(values, KeysView):
         raise BadInput(f"give a list of {what}, not a {type(values).__name__}")
 
 

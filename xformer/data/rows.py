@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -161,14 +160,15 @@ def _number(label: Any, labels: Sequence[str]) -> float:
         return score
     if isinstance(label, str) and label in labels:
         return labels.index(label)
-    named = ", ".join(labels)
-    if hasattr(label, "__index__") or isinstance(label, Real):  # pandas.NA is neither
-        name = str(label)
-        if name in labels and labels.index(name) != label:
+    number = label.item() if hasattr(label, "item") else label  # of numpy or torch
+    if isinstance(number, int | float) and float(number).is_integer():
+        name = str(int(number))
+        if name in labels and labels.index(name) != number:
             raise BadInput(
                 f"the label {label!r} is the name of a class and the number of another; give its "
                 f"name, {name!r}, or give labels in the order of their numbers"
             )
-        if label in range(len(labels)):
-            return int(label)
+        if number in range(len(labels)):
+            return int(number)
+    named = ", ".join(labels)
     raise BadInput(f"the label {label!r} is neither one of {named} nor the number of one, from 0")

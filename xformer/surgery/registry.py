@@ -10,9 +10,8 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeVar, cast
 
@@ -181,17 +180,11 @@ def apply(checkpoint: Checkpoint, operations: Sequence[Operation], seed: int = 0
 
 
 def content(step: Operation) -> dict[str, str]:
-    """What decides the result of an operation, besides its arguments: {"sha256": key} of the
-    checkpoint or store that it reads, or {"code": key} of its code if it is not of this package.
-    """
+    """{"sha256": key} of the checkpoint or store that an operation reads; {} if it reads none."""
     if step.op == "transplant":
         return {"sha256": checkpoints.content_key(checkpoints.resolve(step.arguments["source"]))}
     if step.op == "substitute_unused":
         return {"sha256": open_stores(step.arguments["store"]).key}
-    function = OPERATIONS[step.op].function
-    if not function.__module__.startswith("xformer."):
-        with suppress(OSError):  # typed in a plain Python console
-            return {"code": sha256(inspect.getsource(function).encode()).hexdigest()[:16]}
     return {}
 
 
