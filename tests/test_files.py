@@ -6,12 +6,15 @@ import errno
 import hashlib
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import ROOT
 from looking import checkpoint, store
 
 from xformer import checkpoint as checkpoints
@@ -113,6 +116,30 @@ def test_another_host_that_writes_the_same_directory_is_left_alone(
     monkeypatch.setattr(files, "HOST", "node7")  # now they are processes of this host
     wrote(tmp_path / "x", "newer")
     assert content(tmp_path / "x") == ("newer", ["x"])
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from xformer.data.files import atomic_directory
+with atomic_directory(Path(sys.argv[1])) as directory:
+    (directory / "a").write_text("other")
+"""
+
+
+@pytest.mark.slow
+def test_another_container_with_the_same_host_name_is_left_alone(tmp_path: Path) -> None:
+    """It does not see this process, and may have another one of the same number."""
+    alone = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    tried = shutil.which("unshare") and subprocess.run([*alone, "true"], capture_output=True)
+    if not tried or tried.returncode:
+        pytest.skip("namespaces cannot be made here")
+    with atomic_directory(tmp_path / "x", overwrite=True) as directory:
+        (directory / "a").write_text("here")
+        line = [*alone, sys.executable, "-c", WRITES, tmp_path / "x"]
+        subprocess.run(line, cwd=ROOT, check=True)
+        assert content(tmp_path / "x") == ("other", [directory.name, "x"])
+    assert content(tmp_path / "x") == ("here", ["x"])
 
 
 def test_what_is_being_deleted_is_not_put_back(tmp_path: Path) -> None:

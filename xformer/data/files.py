@@ -23,6 +23,19 @@ import numpy as np
 from xformer.data.display import say
 from xformer.data.errors import OF_THE_DISK, BadInput, Failure, typed
 
+
+def _namespace() -> str:
+    """The namespace of this process's number, as "-" and hex digits; "" if there is no /proc.
+
+    Two containers may have one host name and equal numbers of processes. The low digits of the
+    inode are enough: the system numbers its namespaces one after the other.
+    """
+    try:
+        return f"-{Path('/proc/self/ns/pid').stat().st_ino & 0xFFFFF:05x}"
+    except OSError:
+        return ""
+
+
 CGROUP = Path("/sys/fs/cgroup")  # what Linux lets this process use
 BLOCK = 64 * 2**20  # bytes that one checksum covers
 PIECE = 8 * 2**20  # bytes that are read at a time
@@ -30,7 +43,7 @@ PACKAGE = Path(__file__).parents[1]  # contains micro/, the encoders that come w
 # `atomic_directory` renames an old directory to .NAME.HOST-PID.old.partial before a new one takes
 # its place, and to .NAME.HOST-PID.deleted.partial before it deletes it.
 ASIDE, DELETED = ".old.partial", ".deleted.partial"
-HOST = re.sub(r"\W", "-", platform.node())
+HOST = re.sub(r"\W", "-", platform.node()) + _namespace()
 PATIENCE = 1.0  # seconds to wait for the two renames of a replacement
 RUN_MANIFEST = "run_manifest.json"  # the checksums of a finished run's results
 # what a run writes into its directory; the last file marks it as a run's, and only earlier versions
@@ -279,7 +292,7 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
     Yields an empty temporary sibling of `path`, and on success syncs it and renames it to `path`.
     With `overwrite` an old directory is not changed until the new one is complete and on the disk.
     On any error the sibling is removed and `path` is not changed. Leftovers of this host's killed
-    processes are removed first. If a process is killed during the replacement, `put_back` undoes it
+    processes are removed first, but not those of another container. If a process is killed during the replacement, `put_back` undoes it
     later. Raises BadInput as `refuse_existing` does, and Failure if the disk is full.
     """
     if path.is_symlink():  # keep the link, and replace the directory that it points to
@@ -342,14 +355,14 @@ def half_replaced(path: Path) -> bool:
 
 
 def owner() -> str:
-    """This process, for the names of temporary files. Hosts that share a disk may have processes
-    of the same number."""
+    """This process, for the names of temporary files. Hosts or containers that share a disk may
+    have processes of the same number."""
     return f"{HOST}-{os.getpid()}"
 
 
 def _leftovers(path: Path) -> Iterator[tuple[Path, bool]]:
     """The temporary siblings of a directory, and whether their maker is known to be gone. Nothing
-    is known of the processes of other hosts."""
+    is known of the processes of other hosts and containers."""
     # the pattern excludes the siblings of a directory with a similar name, such as x.2 beside x
     name = re.compile(
         rf"\.{re.escape(path.name)}\.(?:([^.]*)-)?(\d+)(?:{re.escape(ASIDE)}|{re.escape(DELETED)}|\.partial)"
