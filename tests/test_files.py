@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from looking import checkpoint, store
 
 from xformer import checkpoint as checkpoints
 from xformer.data import files, tokenizers
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, Failure
 from xformer.data.files import ASIDE, atomic_directory, file_checksum, put_back
 from xformer.data.store import open_store
 from xformer.run import Run
@@ -166,6 +167,67 @@ def test_the_directory_put_back_is_the_newest(tmp_path: Path) -> None:
         killed(wrote(tmp_path / "x", text), int(process))
     put_back(tmp_path / "x")
     assert (tmp_path / "x/a").read_text() == "newest"
+
+
+def test_an_old_directory_that_only_its_owner_may_delete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a directory of a group, whose members may replace each other's directories but not
+    delete the files in them."""
+    path, delete = wrote(tmp_path / "x", "old"), shutil.rmtree
+
+    def refuses(directory: Path, ignore_errors: bool = False) -> None:
+        if directory.name.endswith(files.DELETED) and not ignore_errors:
+            raise PermissionError(errno.EACCES, "Permission denied", "a")
+        delete(directory, ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", refuses)
+    left = f".x.{files.owner()}{files.DELETED}"
+    assert content(wrote(path)) == ("new", [left, "x"])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith(f"warning: {path} was replaced, but the old directory, ")
+    assert f"{left}, cannot be deleted (Permission denied): its owner must delete it" in said
+
+
+def test_a_directory_that_only_its_owner_may_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in /tmp, where nobody can rename what belongs to others."""
+    path, rename = wrote(tmp_path / "x", "old"), Path.rename
+
+    def refuses(source: Path, target: Path) -> Path:
+        if path in (source, target):
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(source), str(target))
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", refuses)
+    with pytest.raises(Failure, match=f"^{path} cannot be replaced .*: only its owner may replace"):
+        wrote(path)
+    assert content(path) == ("old", ["x"])
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_that_cannot_flush_directories(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is ignored for directories only. Another error is one of the disk."""
+    refused = [True]  # whether the object is a directory
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) in refused:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"):
+            wrote(tmp_path / "x")
+        return
+    files.write_text(wrote(tmp_path / "x") / "a", "newer")
+    assert content(tmp_path / "x") == ("newer", ["x"])
+    refused[:] = [False]
+    with pytest.raises(OSError, match=os.strerror(number)):
+        wrote(tmp_path / "x")
 
 
 def test_a_link_to_a_directory_stays(tmp_path: Path) -> None:

@@ -230,10 +230,13 @@ def load_array(path: Path, mapped: bool) -> np.ndarray:
 
 
 def sync(path: Path) -> None:
-    """fsync one file or directory."""
+    """fsync one file or directory. Some network file systems cannot do it for directories."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 
@@ -292,8 +295,9 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
     Yields an empty temporary sibling of `path`, and on success syncs it and renames it to `path`.
     With `overwrite` an old directory is not changed until the new one is complete and on the disk.
     On any error the sibling is removed and `path` is not changed. Leftovers of this host's killed
-    processes are removed first, but not those of another container. If a process is killed during the replacement, `put_back` undoes it
-    later. Raises BadInput as `refuse_existing` does, and Failure if the disk is full.
+    processes are removed first, but not those of another container. If a process is killed during
+    the replacement, `put_back` undoes it later. Raises BadInput as `refuse_existing` does, and
+    Failure if the disk is full or only its owner may replace the old directory.
     """
     if path.is_symlink():  # keep the link, and replace the directory that it points to
         path = Path(os.path.realpath(path))
@@ -321,7 +325,11 @@ def atomic_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def _replace(new: Path, path: Path, overwrite: bool) -> None:
-    """Rename `new` to `path`. An old directory is moved aside first, and deleted at the end."""
+    """Rename `new` to `path`. An old directory is moved aside first, and deleted at the end.
+
+    Raises Failure if only its owner may move the old directory. If it was moved but cannot be
+    deleted, a line says so.
+    """
     aside = path.parent / f".{path.name}.{owner()}{ASIDE}"
     try:
         while True:
@@ -335,17 +343,32 @@ def _replace(new: Path, path: Path, overwrite: bool) -> None:
             shutil.rmtree(aside, ignore_errors=True)
             with suppress(FileNotFoundError):  # another process is replacing it too
                 path.rename(aside)
-    except BaseException:
+    except BaseException as error:
         # This fails if nothing was moved aside, or if the disk is broken: see `put_back`.
         with suppress(OSError):
             aside.rename(path)
+        if isinstance(error, PermissionError) and path.exists():  # as in /tmp
+            raise Failure(
+                f"{path} cannot be replaced ({os.strerror(error.errno or 0)}): only its "
+                "owner may replace it in this directory; let them do it, or give another output"
+            ) from None
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None  # not the temporary directory
         raise
     sync(path.absolute().parent)
     if aside.exists():
         # `put_back` must not restore a half-deleted directory, so rename it before deleting it.
         deleted = path.parent / f".{path.name}.{owner()}{DELETED}"
         shutil.rmtree(deleted, ignore_errors=True)
-        shutil.rmtree(aside.rename(deleted))
+        try:
+            shutil.rmtree(aside.rename(deleted))
+        except OSError as error:  # such as files of another member of a group
+            left = next(filter(Path.exists, (deleted, aside)), deleted)
+            say(
+                f"warning: {path} was replaced, but the old directory, {left}, cannot be deleted "
+                f"({os.strerror(error.errno or 0)}): its owner must delete it",
+                error=True,
+            )
 
 
 def half_replaced(path: Path) -> bool:
