@@ -115,13 +115,19 @@ def read_own_json(path: Path) -> Any:
 
 
 def read_sums(manifest: Path, *files: str) -> dict[str, Any]:
-    """{file: SHA-256} from a manifest. Raises BadInput if it does not list these files."""
+    """{file: SHA-256} from a manifest. Raises BadInput if it does not list these files, or if it
+    lists one outside its directory."""
     content = read_own_json(manifest)
     sums = content.get("sha256") if isinstance(content, dict) else None
     sums = sums if isinstance(sums, dict) else {}
     if lacking := [name for name in files if name not in sums]:
         raise BadInput(
             f"{manifest} is damaged: it lists no checksum of {lacking[0]}; restore it from a copy"
+        )
+    if outside := [name for name in sums if name.startswith("/") or ".." in Path(name).parts]:
+        raise BadInput(
+            f"{manifest} is damaged: it lists {outside[0]}, which is outside its directory; "
+            "restore it from a copy"
         )
     return sums
 
@@ -157,9 +163,12 @@ def selected(path: Path) -> Path:
     if not (path / "result.json").is_file():
         return path
     result = read_run_json(path / "result.json")
-    if not isinstance(result, dict) or not isinstance(result.get("selected"), str):
-        raise BadInput(f"{path / 'result.json'} is damaged: it names no selected checkpoint")
-    return path / result["selected"]
+    name = result.get("selected") if isinstance(result, dict) else None
+    if not isinstance(name, str) or not re.fullmatch(r"checkpoints/step_[0-9]+", name):
+        # a checkpoint elsewhere might be that of another run, which would lose its state
+        where = path / "result.json"
+        raise BadInput(f"{where} is damaged: it names no selected checkpoint of this run")
+    return path / name
 
 
 def check_run_file(run: Path, name: str, path: Path, remedy: str) -> None:
