@@ -41,6 +41,7 @@ from xformer.data.files import file_checksum, read_json, write_json
 from xformer.model.config import ModelConfig
 from xformer.ops.attention import attention, probabilities
 from xformer.optim import OptimConfig, clip_and_step, gradient_norm, learning_rate
+from xformer.run import Run
 from xformer.tasks.task import Model
 
 # ---------------------------------------------------------------------------------- attention
@@ -251,6 +252,25 @@ def test_one_damaged_byte_is_found_and_named(saved: Path) -> None:
             checkpoints.load(saved)
 
 
+@pytest.mark.parametrize("name", ["../other", "input/../../other", "/other"])
+def test_a_manifest_names_no_file_outside(name: str, saved: Path) -> None:
+    sums = read_json(saved / "manifest.json")["sha256"]
+    write_json(saved / "manifest.json", {"sha256": {**sums, name: "0" * 64}})
+    with pytest.raises(BadInput, match=f"it lists {name}, which is outside its directory"):
+        checkpoints.load(saved)
+
+
+def test_a_file_system_without_modes(
+    trained: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", refuses)
+    checkpoints.save(trained, tmp_path / "checkpoint")
+    assert same_weights(checkpoints.load(tmp_path / "checkpoint"), trained)
+
+
 def test_a_missing_file_is_named(saved: Path) -> None:
     for file in [f for f in saved.rglob("*") if f.is_file() and f.name != "manifest.json"]:
         away = file.rename(saved.parent / "away")
@@ -264,6 +284,11 @@ def test_a_missing_file_is_named(saved: Path) -> None:
         checkpoints.load(saved.parent / "nowhere")
 
 
+def with_model(meta: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The content of config.json with other settings of the model."""
+    return {**meta, "model": {**meta["model"], **changes}}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -271,7 +296,16 @@ def test_a_missing_file_is_named(saved: Path) -> None:
         (lambda meta: [meta], "is not of format 1"),
         (lambda meta: {**meta, "model": {"width": 3}}, "is damaged: "),
         (lambda meta: {**meta, "model": None}, "is damaged: "),
+        (lambda meta: with_model(meta, layers=None), "damaged: model.layers=None: input should be"),
+        (lambda meta: with_model(meta, layers=10**9), "model.layers=1000000000: input should be l"),
+        (
+            lambda meta: with_model(meta, heads=7),
+            "model.hidden=12 is not a multiple of model.heads",
+        ),
+        (lambda meta: {**meta, "head": "mlm"}, "is damaged: "),
         (lambda meta: {k: v for k, v in meta.items() if k != "history"}, "damaged: KeyError"),
+        (lambda meta: {**meta, "history": [["op"]]}, "its history is not a list of operations"),
+        (lambda meta: {**meta, "history": {"op": "fresh"}}, "its history is not a list of operat"),
         (lambda meta: {**meta, "head": {"kind": "dance"}}, "this version has no head 'dance'"),
     ],
 )
@@ -283,6 +317,8 @@ def test_a_checkpoint_of_another_version_is_refused(
     with pytest.raises(BadInput, match=re.escape(words)) as error:
         checkpoints.load(saved, verified=True)
     assert str(file) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert "http" not in str(error.value)
 
 
 def test_an_existing_checkpoint_is_kept_unless_told_otherwise(
@@ -321,6 +357,20 @@ def test_a_finished_run_means_the_checkpoint_it_selected(saved: Path, trained: C
         checkpoints.load(run)
     write_json(run / "result.json", {"selected": "checkpoints/step_4"})
     assert same_weights(checkpoints.load(run), trained)
+
+
+@pytest.mark.parametrize("name", ["../victim/checkpoints/step_4", "checkpoints/../step_4", "."])
+def test_a_run_that_selects_the_checkpoint_of_another_is_refused(
+    name: str, saved: Path, trained: Checkpoint
+) -> None:
+    """`train.keep_state=false` would delete the state of the other run."""
+    other, run = (saved.parent / name / "checkpoints/step_4" for name in ("victim", "run"))
+    checkpoints.save(trained, other, state={})
+    checkpoints.save(trained, run, state={})
+    write_json(saved.parent / "run/result.json", {"selected": name})
+    with pytest.raises(BadInput, match=r"result.json is damaged: it names no selected checkpoint"):
+        Run(saved.parent / "run").forget_state()
+    assert (other / "state.json").is_file()
 
 
 def test_weights_that_contradict_the_config_are_named(trained: Checkpoint) -> None:

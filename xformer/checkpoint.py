@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,10 +21,10 @@ from typing import Any, Literal
 import numpy as np
 import safetensors
 import torch
-from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from xformer.config import Settings, validate
 from xformer.data import tokenizers
 from xformer.data.batch import CHUNK
 from xformer.data.display import many
@@ -415,7 +416,8 @@ def save_tensors(tensors: dict[str, Tensor], path: str | Path) -> None:
     path.touch()
     mode = path.stat().st_mode
     save_file(separate, path, metadata={"format": "pt"})
-    path.chmod(mode)  # the library restricts access to the file's owner
+    with suppress(OSError):  # some file systems, such as FAT, have no modes
+        path.chmod(mode)  # the library restricts access to the file's owner
 
 
 def resolve(path: str | Path) -> Path:
@@ -504,22 +506,7 @@ def load(path: str | Path, verified: bool = False) -> Checkpoint:
     path = resolve(path)
     if not verified:
         verify(path)
-    meta = read_json(path / "config.json")
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise BadInput(
-            f"{path / 'config.json'} is not of format {FORMAT}, which this version requires"
-        )
-    try:
-        config = ModelConfig(**meta["model"])
-        head = _head(meta["head"]) if meta["head"] else None
-        history = tuple(meta["history"])
-    except (KeyError, TypeError, ValidationError) as error:
-        raise BadInput(f"{path / 'config.json'} is damaged: {error!r}") from None
-    if head is not None and head.kind not in TASKS:
-        raise BadInput(
-            f"{path / 'config.json'}: this version has no head {head.kind!r}, only "
-            f"{', '.join(TASKS)}"
-        )
+    config, head, history = _read_config(path / "config.json")
     source = mapping = None
     if (path / "input").is_dir():
         source = tokenizers.load_tokenizer(path / "input")
@@ -530,6 +517,33 @@ def load(path: str | Path, verified: bool = False) -> Checkpoint:
     }
     tokenizer = tokenizers.load_tokenizer(path)
     return Checkpoint(config, weights, tokenizer, head, history, source, mapping)
+
+
+class _Shape(Settings):
+    """The settings in config.json."""
+
+    model: ModelConfig
+
+
+def _read_config(path: Path) -> tuple[ModelConfig, Head | None, tuple[dict[str, Any], ...]]:
+    """The settings of the model, the head and the history in a config.json. Raises BadInput if it
+    is of another version or damaged."""
+    meta = read_json(path)
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise BadInput(f"{path} is not of format {FORMAT}, which this version requires")
+    try:
+        config = validate(_Shape, {"model": meta["model"]}).model
+        head = _head(meta["head"]) if meta["head"] else None
+        history = meta["history"]
+    except BadInput as error:
+        raise BadInput(f"{path} is damaged: {error.lines[0]}") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"{path} is damaged: {error!r}") from None
+    if not isinstance(history, list) or not all(isinstance(record, dict) for record in history):
+        raise BadInput(f"{path} is damaged: its history is not a list of operations")
+    if head is not None and head.kind not in TASKS:
+        raise BadInput(f"{path}: this version has no head {head.kind!r}, only {', '.join(TASKS)}")
+    return config, head, tuple(history)
 
 
 def _head(values: dict[str, Any]) -> Head:

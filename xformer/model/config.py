@@ -34,7 +34,7 @@ class ModelConfig(Settings):
     tokenizer. A word with any other letter is 0 in every input channel."""
     vocab_size: int = Field(0, ge=0, lt=2**31)
     """Pieces in the embedding table. 0 takes the size of the tokenizer's vocabulary."""
-    layers: int = Field(12, ge=1)
+    layers: int = Field(12, ge=1, lt=2**12)
     """Number of transformer layers."""
     hidden: int = Field(768, ge=1, lt=2**24)
     """Width of the hidden states."""
