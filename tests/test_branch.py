@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import shutil
 import signal
 import threading
+import warnings
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,21 @@ def test_who_looks_at_a_run_does_not_keep_it_from_starting(tmp_path: Path) -> No
     with pytest.raises(BadInput, match="is in use by another process"):
         Run(tmp_path).open({"identity": {}}, False)
     del run
+
+
+def test_a_run_that_is_refused_leaves_no_open_file(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """With PYTHONWARNINGS=error the command printed a traceback after its line."""
+    warnings.simplefilter("always", ResourceWarning)
+    with closing(Run(tmp_path)) as run:
+        run.open({"identity": {}}, False)
+        assert in_use(tmp_path)
+        with pytest.raises(BadInput, match="is in use by another process"):
+            Run(tmp_path).open({"identity": {}}, False)
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn] == []
+    assert not in_use(tmp_path)
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -3,12 +3,15 @@ files.
 """
 
 import bz2
+import errno
+import fcntl
 import gzip
 import hashlib
 import http.server
 import io
 import json
 import lzma
+import os
 import re
 import shlex
 import shutil
@@ -571,6 +574,18 @@ def test_two_at_once_fetch_once(site: Site, cache: Path, tmp_path: Path) -> None
     assert "the catalogue has no SHA-256 for this file" in outs[0]
     assert "already here" in outs[1]
     assert len(site.asked) == 1
+
+
+def test_a_file_system_without_locks(
+    site: Site, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    with pytest.raises(BadInput, match=r"lock cannot be locked \(No locks available\); give a dir"):
+        data_sets.fetch(one(site), cache)
+    assert not site.asked
 
 
 def test_what_is_there_is_never_replaced(site: Site, cache: Path) -> None:

@@ -1,6 +1,8 @@
 """The store: it reads back what was written, is whole or absent, and notices damage."""
 
+import errno
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -150,6 +152,20 @@ def test_what_a_killed_process_left_is_cleared(tmp_path):
     write(tmp_path / "s")
     assert not dead.exists()
     assert alive.exists()
+
+
+def test_a_file_system_that_cannot_map_files(tmp_path, monkeypatch):
+    write(tmp_path / "s")
+
+    def refuses(*_, **__):
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    monkeypatch.setattr(mmap, "mmap", refuses)
+    words = r"s/train/[\w.]+.npy is on a file system that cannot map files; put the store on"
+    with pytest.raises(BadInput, match=words):
+        open_store(tmp_path / "s")
+    with pytest.raises(BadInput, match=words.replace("s/", r"\.s\..*partial/")):
+        write(tmp_path / "s", overwrite=True)
 
 
 def test_a_replacement_with_old_times_is_noticed(tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ import numpy as np
 from xformer import checkpoint as checkpoints
 from xformer import provenance
 from xformer.data.display import say
-from xformer.data.errors import BadInput, reason
+from xformer.data.errors import BadInput
 from xformer.data.files import (
     ASIDE,
     RUN_FILES,
@@ -40,6 +40,7 @@ from xformer.data.files import (
     file_checksum,
     is_run,
     json_text,
+    locks,
     make_directory,
     put_back,
     read_json,
@@ -155,12 +156,16 @@ class Run:
             _refuse_other_settings(path, earlier, config)
         make_directory(path, "run=")
         lock = (path / ".lock").open("a")
-        if not _locks(lock):
-            raise BadInput(
-                f"run={path} is in use by another process; stop it, or give another directory"
-            )
-        if overwrite:
-            _delete_run(path)
+        try:
+            if not _locks(lock):
+                raise BadInput(
+                    f"run={path} is in use by another process; stop it, or give another directory"
+                )
+            if overwrite:
+                _delete_run(path)
+        except BaseException:
+            lock.close()
+            raise
         self.config, self._lock = config, lock
         self.starts = [] if earlier is None else earlier["starts"]
 
@@ -302,16 +307,9 @@ def _locks(lock: TextIO) -> bool:
     because `in_use` holds the lock for an instant. Raises BadInput if the file system has no
     locks."""
     for _ in range(6):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if locks(lock):
             return True
-        except BlockingIOError:
-            time.sleep(0.1)
-        except OSError as error:
-            raise BadInput(
-                f"{lock.name} cannot be locked ({reason(error)}); give a directory on a file "
-                "system with locks"
-            ) from None
+        time.sleep(0.1)
     return False
 
 

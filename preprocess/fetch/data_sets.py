@@ -13,7 +13,6 @@ none.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import re
 import shlex
@@ -34,6 +33,7 @@ from xformer.data.errors import BadInput, Failure, Interrupted, typed
 from xformer.data.files import (
     atomic_directory,
     file_checksum,
+    locks,
     make_directory,
     read_json,
     refuse_existing,
@@ -160,13 +160,12 @@ def fetch(data: DataSet, cache: Path) -> Path:
 
 @contextmanager
 def _locked(path: Path, name: str) -> Iterator[None]:
-    """Let one process in at a time. The operating system removes the lock of a dead process."""
+    """Let one process in at a time. The operating system removes the lock of a dead process.
+    Raises BadInput if the file system has no locks."""
     with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not locks(lock):
             say(f"another process is fetching {name}: waiting for it", error=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            locks(lock, wait=True)
         yield
 
 

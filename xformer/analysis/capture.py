@@ -12,7 +12,6 @@ settings and, once F.h5 is complete, the SHA-256 of every file.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 from collections.abc import Iterator
@@ -41,6 +40,7 @@ from xformer.data.display import many, say
 from xformer.data.errors import BadInput
 from xformer.data.files import (
     file_checksum,
+    locks,
     make_directory,
     owner,
     read_json,
@@ -177,12 +177,10 @@ def _locked(parts: Path, identity: dict[str, Any], out: Path, overwrite: bool) -
     make_directory(parts, "out=")
     note = parts / NOTE
     with (parts / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not locks(lock):
             raise BadInput(
                 f"out={out}: another process is writing it; wait for it, or give another out="
-            ) from None
+            )
         if overwrite:
             out.unlink(missing_ok=True)
             for old in [note, *parts.glob("*.h5")]:

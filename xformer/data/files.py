@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -16,12 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
 from xformer.data.display import say
-from xformer.data.errors import OF_THE_DISK, BadInput, Failure, typed
+from xformer.data.errors import OF_THE_DISK, BadInput, Failure, reason, typed
 
 
 def _namespace() -> str:
@@ -225,10 +226,15 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
 
 
 def load_array(path: Path, mapped: bool) -> np.ndarray:
-    """The array of a .npy file, memory-mapped or in memory. Raises BadInput for any other file."""
+    """The array of a .npy file, memory-mapped or in memory. Raises BadInput for any other file, and
+    if the file system cannot map files."""
     try:
         array = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
-    except OSError:
+    except OSError as error:
+        if mapped and error.errno == errno.ENODEV:
+            raise BadInput(
+                f"{path} is on a file system that cannot map files; put the store on another one"
+            ) from None
         raise
     except Exception as error:  # numpy raises EOFError, TokenError and others for a damaged header
         reason = str(error).partition("\n")[0] or type(error).__name__
@@ -447,6 +453,21 @@ def put_back(path: Path) -> None:
             f"{aside.name}, has been put back",
             error=True,
         )
+
+
+def locks(file: TextIO, wait: bool = False) -> bool:
+    """Lock an open file for this process, until it is closed. Returns False if another process has
+    locked it; with `wait` it waits instead. Raises BadInput if the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise BadInput(
+            f"{file.name} cannot be locked ({reason(error)}); give a directory on a file system "
+            "with locks"
+        ) from None
+    return True
 
 
 def usable_cores() -> int:

@@ -12,7 +12,13 @@ import numpy as np
 from xformer.data import tokenizers
 from xformer.data.display import say
 from xformer.data.errors import BadInput
-from xformer.data.files import atomic_directory, block_checksums, file_checksum, write_json
+from xformer.data.files import (
+    atomic_directory,
+    block_checksums,
+    file_checksum,
+    load_array,
+    write_json,
+)
 from xformer.data.store import FORMAT, HEADER, SUMS, TEXTS
 
 NARROWED = 2**20  # offsets that are rewritten at a time
@@ -54,7 +60,7 @@ class NpyWriter:
 
 def _narrow(path: Path) -> None:
     """Rewrite a file of int64 offsets as int32, which halves its size."""
-    values = np.load(path, mmap_mode="r")
+    values = load_array(path, mapped=True)
     writer = NpyWriter(path.with_suffix(".narrow"), np.dtype(np.int32))
     for start in range(0, len(values), NARROWED):
         writer.append(values[start : start + NARROWED])
