@@ -133,9 +133,12 @@ def main() -> None:
     """Parse the command line and run its sub-command.
 
     Raises BadInput for a wrong argument or input file, Failure if something else goes wrong, and
-    Interrupted on SIGTERM.
+    Interrupted on SIGTERM, and on SIGHUP if the terminal is closed. SIGHUP stays ignored under
+    nohup.
     """
     signal.signal(signal.SIGTERM, _stop)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _stop)
     parser = make_parser()
     arguments = parser.parse_args()
     arguments.do(arguments)

@@ -921,7 +921,9 @@ def test_help_says_what_everything_is(monkeypatch, capsys):
             assert "default" in said
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_interrupted_nothing_is_left(base, tmp_path, number, status):
     generator = np.random.default_rng(0)
     lines = (generator.integers(10**8, size=(2000, 10)).astype(str)).tolist()
@@ -956,6 +958,17 @@ def test_interrupted_nothing_is_left(base, tmp_path, number, status):
     assert process.returncode == status, said
     assert said.count("\n") == 1
     assert not os.listdir(tmp_path / "out")
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_under_nohup_a_closed_terminal_is_ignored(before, monkeypatch):
+    handled = []
+    monkeypatch.setattr(sys, "argv", ["preprocess.py", "--help"])
+    monkeypatch.setattr(signal, "getsignal", lambda _: before)
+    monkeypatch.setattr(signal, "signal", lambda number, _: handled.append(number))
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert handled == [signal.SIGTERM, signal.SIGHUP][: 1 + (before == signal.SIG_DFL)]
 
 
 def test_statuses_of_errors():

@@ -557,7 +557,8 @@ def running(process: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+    ("number", "status"),
+    [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
 )
 def test_workers_end_with_their_parent(tmp_path, number, status):
     process = subprocess.Popen(
@@ -585,8 +586,9 @@ def test_workers_end_with_their_parent(tmp_path, number, status):
             workers = children(process.pid)
         assert len(workers) == 2
         time.sleep(0.5)  # until they have set their own signal handlers
-        # Ctrl-C reaches the whole group
-        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        # Ctrl-C and a closed terminal reach the whole group
+        whole_group = number in (signal.SIGINT, signal.SIGHUP)
+        (os.killpg if whole_group else os.kill)(process.pid, number)
         said = process.communicate(timeout=60)[1]
         assert process.returncode == status
         assert said.count("\n") == (number != signal.SIGKILL), said

@@ -299,9 +299,9 @@ BackgroundWriter.__exit__ = leave
 """
 
 
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGXCPU"])
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"])
 def test_other_signals_stop_a_run(name: str, forks: Forks, data: Toys, tmp_path: Path) -> None:
-    """A closed terminal, Slurm's warning, and a limit of CPU time."""
+    """A closed terminal, the warnings of Slurm and Grid Engine, and a limit of CPU time."""
     run = tmp_path / "run"
     line = training(SMOKE, data.text, run, *SHORT)
     stopped = forks.run(*line, before=AT_STEP.format(step=5, signal=name, ranks="0"))

@@ -32,8 +32,12 @@ from xformer.snapshot import Snapshot
 from xformer.tasks.task import Model
 from xformer.writer import BackgroundWriter
 
-# SIGHUP: the terminal was closed; SIGUSR1: `sbatch --signal=USR1@300`; SIGXCPU: a limit of CPU time
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
+# SIGHUP: the terminal was closed; SIGUSR1: `sbatch --signal=USR1@300`, and Grid Engine's warning of
+# a suspension; SIGUSR2: its warning of a kill; SIGXCPU: a limit of CPU time
+STOPPING = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
+)
 
 
 class Due(NamedTuple):

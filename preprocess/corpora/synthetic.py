@@ -322,7 +322,8 @@ def make_in_processes(
 
 def _work(blocks: Iterator[np.ndarray], writer: Connection, readers: list[Connection]) -> None:
     """Send the blocks. End silently if nobody reads any more, for example if the parent died."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    for number in (signal.SIGINT, signal.SIGHUP):  # the parent handles them
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     for reader in readers:  # an open reader here would hide that the parent is gone
