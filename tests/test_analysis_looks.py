@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import looking
 import numpy as np
 import pytest
 import torch
+from helpers import PATIENCE, ROOT
 from tiny import seeded
 
 from xformer.analysis import (
@@ -109,6 +113,41 @@ def test_a_killed_capture_continues(
     with h5py.File(whole) as f, h5py.File(cut) as g:
         for name in ("hidden/0", "hidden/2", "rows", "tokens", "offsets"):
             assert np.array_equal(f[name][:], g[name][:]), name
+
+
+LIMITED = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)), resource.RLIM_INFINITY))
+from xformer.analysis.__main__ import main
+from xformer.start import run
+run(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [0, 3_000, 9_000, 30_000])
+def test_a_capture_on_a_full_disk_ends_in_one_line(size: int, small: Path, tmp_path: Path) -> None:
+    """The file may be full at its beginning, or when HDF5 closes it."""
+    out = tmp_path / "f.h5"
+    line = [f"data={small / 's'}", f"out={out}", "what=hidden,attention", "dtype=float32"]
+    code = [sys.executable, "-c", LIMITED, str(size), "capture", str(small / "a"), *line]
+    done = subprocess.run(code, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE)
+    assert done.returncode == 1, done.stderr
+    assert re.fullmatch(rf"error: File too large: {out}\S*\n", done.stderr)
+    assert not out.exists()
+    capture.run([str(small / "a")], config_of(small, out, what="hidden,attention", dtype="float32"))
+    assert open_capture(out).layers == [0, 1, 2]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_an_error_of_the_disk_is_kept_from_hdf5() -> None:
+    with (
+        pytest.raises(OSError, match="No space left on device: 'shown'"),
+        capture._Disk(Path("/dev/full"), Path("shown")) as disk,
+        h5py.File(disk, "w") as h5,
+    ):
+        h5["a"] = np.zeros(10**5)
 
 
 def test_a_capture_makes_its_directory(small: Path, tmp_path: Path) -> None:

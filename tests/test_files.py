@@ -137,7 +137,7 @@ def test_another_container_with_the_same_host_name_is_left_alone(tmp_path: Path)
         pytest.skip("namespaces cannot be made here")
     with atomic_directory(tmp_path / "x", overwrite=True) as directory:
         (directory / "a").write_text("here")
-        line = [*alone, sys.executable, "-c", WRITES, tmp_path / "x"]
+        line = [*alone, sys.executable, "-c", WRITES, str(tmp_path / "x")]
         subprocess.run(line, cwd=ROOT, check=True)
         assert content(tmp_path / "x") == ("other", [directory.name, "x"])
     assert content(tmp_path / "x") == ("here", ["x"])

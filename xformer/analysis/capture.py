@@ -17,6 +17,8 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from hashlib import sha256
+from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +48,7 @@ from xformer.data.files import (
     read_json,
     read_own_json,
     sync,
+    write_bytes,
     write_json,
 )
 
@@ -203,6 +206,47 @@ def _remove_temporary(parts: Path) -> None:
         leftover.unlink()
 
 
+class _Disk(FileIO):
+    """A file for HDF5 to write; messages call it `shown`.
+
+    HDF5 crashes if it cannot write a file while it closes it. An error of the disk is therefore
+    hidden from HDF5, and raised by `check` and at the end of the `with` block. Parts are not made
+    in memory, because attention maps of long rows take gigabytes.
+    """
+
+    def __init__(self, path: Path, shown: Path):
+        super().__init__(path, "w+")
+        self.shown = shown
+        self.error: OSError | None = None
+
+    def write(self, values: Any) -> int:
+        left = memoryview(values).cast("B")
+        size = len(left)
+        try:
+            while self.error is None and len(left):
+                left = left[super().write(left) :]
+        except OSError as error:
+            self.error = error
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self.error = self.error or error
+            return size or 0
+
+    def check(self) -> None:
+        """Raise the first error of the disk, if there was one."""
+        if self.error is not None:
+            self.error.filename = str(self.shown)
+            raise self.error from None
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self.check()
+
+
 def _write_parts(
     examples: Examples, parts: Path, kinds: list[str], layers: list[int], dtype: str
 ) -> list[Path]:
@@ -217,10 +261,11 @@ def _write_parts(
         if file.exists() and _is_complete(file):
             continue
         temporary = parts / f".{file.name}.{owner()}"
-        with h5py.File(temporary, "w") as h5:
-            of_part = replace(examples, rows=rows, sizes=np.array(sizes))
+        of_part = replace(examples, rows=rows, sizes=np.array(sizes))
+        with _Disk(temporary, file) as disk, h5py.File(disk, "w") as h5:
             for batch_rows in of_part.parts():
                 _append(h5, of_part, batch_rows, kinds, layers, dtype)
+                disk.check()
         sync(temporary)
         temporary.replace(file)
         sync(parts)
@@ -288,35 +333,30 @@ def _extend(h5: Any, name: str, values: np.ndarray) -> None:
 
 def _join(out: Path, files: list[Path], examples: Examples, identity: dict[str, Any]) -> None:
     """Write F.h5, which concatenates the datasets of the parts, and the checksums of all files."""
-    temporary = out.with_name(f".{out.name}.{owner()}")
-    try:
-        with h5py.File(temporary, "w", libver="latest") as h5:
-            for name, pieces in _datasets(files).items():
-                _, (_, *shape), dtype = pieces[0]
-                length = sum(size for _, (size, *_), _ in pieces)
-                joined = h5py.VirtualLayout((length, *shape), dtype)
-                start = 0
-                for file, its_shape, _ in pieces:
-                    place = f"{out.name}.parts/{file.name}"  # relative, so both can be moved
-                    end = start + its_shape[0]
-                    joined[start:end] = h5py.VirtualSource(place, name, its_shape)
-                    start = end
-                h5.create_virtual_dataset(name, joined, fillvalue=_missing(dtype))
-            lengths = examples.sizes.astype(np.int64)
-            h5["offsets"] = np.concatenate([[0], np.cumsum(lengths)])
-            h5["attention_offsets"] = np.concatenate([[0], np.cumsum(lengths**2)])
-            h5.attrs.update(
-                {k: json.dumps(v) if isinstance(v, list) else v for k, v in identity.items()}
-            )
-            h5.attrs["parts"] = json.dumps({file.name: file.stat().st_size for file in files})
-        sync(temporary)
-        sums = {JOINED: file_checksum(temporary)}
-        sums |= {file.name: file_checksum(file) for file in files}
-        write_json(_parts_of(out) / NOTE, {**identity, "sha256": sums})
-        temporary.replace(out)
-        sync(out.absolute().parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    content = BytesIO()
+    with h5py.File(content, "w", libver="latest") as h5:
+        for name, pieces in _datasets(files).items():
+            _, (_, *shape), dtype = pieces[0]
+            length = sum(size for _, (size, *_), _ in pieces)
+            joined = h5py.VirtualLayout((length, *shape), dtype)
+            start = 0
+            for file, its_shape, _ in pieces:
+                place = f"{out.name}.parts/{file.name}"  # relative, so both can be moved
+                end = start + its_shape[0]
+                joined[start:end] = h5py.VirtualSource(place, name, its_shape)
+                start = end
+            h5.create_virtual_dataset(name, joined, fillvalue=_missing(dtype))
+        lengths = examples.sizes.astype(np.int64)
+        h5["offsets"] = np.concatenate([[0], np.cumsum(lengths)])
+        h5["attention_offsets"] = np.concatenate([[0], np.cumsum(lengths**2)])
+        h5.attrs.update(
+            {k: json.dumps(v) if isinstance(v, list) else v for k, v in identity.items()}
+        )
+        h5.attrs["parts"] = json.dumps({file.name: file.stat().st_size for file in files})
+    sums = {JOINED: sha256(content.getbuffer()).hexdigest()}
+    sums |= {file.name: file_checksum(file) for file in files}
+    write_json(_parts_of(out) / NOTE, {**identity, "sha256": sums})
+    write_bytes(out, content.getbuffer())
 
 
 def _parts_of(path: Path) -> Path:
