@@ -237,8 +237,8 @@ def load_array(path: Path, mapped: bool) -> np.ndarray:
             ) from None
         raise
     except Exception as error:  # numpy raises EOFError, TokenError and others for a damaged header
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise BadInput(f"{path} is not a .npy file: {reason}") from None
+        why = str(error).partition("\n")[0] or type(error).__name__
+        raise BadInput(f"{path} is not a .npy file: {why}") from None
     if not isinstance(array, np.ndarray):
         raise BadInput(f"{path} is not a .npy file but an archive of them")
     return array
