@@ -536,7 +536,8 @@ def _read_config(path: Path) -> tuple[ModelConfig, Head | None, tuple[dict[str, 
         head = _head(meta["head"]) if meta["head"] else None
         history = meta["history"]
     except BadInput as error:
-        raise BadInput(f"{path} is damaged: {error.lines[0]}") from None
+        why = error.lines[0].partition("; did you mean")[0].partition("; --help")[0]
+        raise BadInput(f"{path} is damaged: {why}") from None
     except (KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"{path} is damaged: {error!r}") from None
     if not isinstance(history, list) or not all(isinstance(record, dict) for record in history):
