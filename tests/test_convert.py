@@ -573,7 +573,8 @@ BAD |= {
         config(max_position_embeddings=2**63),
         "is not a config of bert",
     ),
-    "a billion layers": (config(num_hidden_layers=10**9), "too few for the config's 1000000000 "),
+    "a billion layers": (config(num_hidden_layers=10**9), "layers input should be less than 4096"),
+    "too many layers": (config(num_hidden_layers=4000), "too few for the config's 4000 layers"),
     "too wide by far": (config(hidden_size=3 * 10**9), "hidden input should be less than 16777216"),
     "too wide": (
         config(hidden_size=3 * 10**4),
