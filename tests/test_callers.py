@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from xformer.data.store import open_store
 from xformer.minimal_pairs import Pair, score_pairs
 from xformer.parallel.processes import ALONE
 from xformer.recipe import Recipe
-from xformer.run import Run
+from xformer.run import Run, in_use
 from xformer.scoring import outputs_of
 from xformer.study.statistics import holm, multibootstrap, tie_test, two_sided
 from xformer.tasks.task import Head, Loss, to_device
@@ -400,6 +401,17 @@ def test_a_run_continues_where_an_error_ended_it(
     train(recipe)
     assert read_json(tmp_path / "run/result.json")["steps"] == 2
     assert error.traceback
+
+
+def test_a_run_stays_locked_while_it_writes(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.open({}, overwrite=False)
+    run.writing = Future()
+    run.close()
+    assert in_use(run.path)
+    run.writing.set_result(None)
+    assert not in_use(run.path)
+    run.close()  # once more does nothing
 
 
 def test_what_is_no_checkpoint(classes: Checkpoint, tmp_path: Path) -> None:

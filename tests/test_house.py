@@ -121,7 +121,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "The command `xformer`.": ("xformer.command", "xformer.__main__"),
 }
-LINES_OF_TRAINING = 9_620
+LINES_OF_TRAINING = 9_615
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -22,6 +22,7 @@ import fcntl
 import hashlib
 import shutil
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -131,6 +132,7 @@ class Run:
         self.path = path
         self.config: dict[str, Any] = {}
         self.starts: list[dict[str, Any]] = []
+        self.writing: Future[None] | None = None  # a checkpoint, in the background
         self._lock: TextIO | None = None
 
     def open(self, config: dict[str, Any], overwrite: bool) -> None:
@@ -170,9 +172,15 @@ class Run:
         self.starts = [] if earlier is None else earlier["starts"]
 
     def close(self) -> None:
-        """Unlock the directory, so that this or another process can continue the run."""
-        if self._lock is not None:
-            self._lock.close()
+        """Unlock the directory, so that this or another process can continue the run. If a
+        checkpoint is still being written, because an interrupt has ended the waiting for it, the
+        directory is unlocked afterwards."""
+        if (lock := self._lock) is None:
+            return
+        if self.writing is None:
+            lock.close()
+        else:
+            self.writing.add_done_callback(lambda _: lock.close())
 
     def checkpoint_path(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step_{step}"

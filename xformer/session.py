@@ -179,6 +179,7 @@ class Session:
             self.setup.ranks.on_rank_zero(partial(self.writer.now, what, save))
         elif self.setup.ranks.rank == 0:
             self.writer.start(what, save)
+            self.run.writing = self.writer.task
 
     def _save(self, state: dict[str, Any], whole: bool) -> None:
         """Write the copy: first the weights for the trajectory, if the step belongs to it, then the
