@@ -104,8 +104,7 @@ def _make(config: dict[str, Any], environment: dict[str, Any], again: Path, step
     recipe.write_text(json.dumps({**config, **own}), encoding="utf-8")
     launcher = (*TORCHRUN, str(ranks)) if ranks > 1 else ()
     line = [sys.executable, *launcher, "-m", __name__, str(recipe), str(steps)]
-    paths = (str(provenance.ROOT), os.environ.get("PYTHONPATH", ""))
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environ = os.environ | provenance.same_code()
     done = subprocess.run(line, capture_output=True, text=True, errors="replace", env=environ)
     if done.returncode:
         said = [text for text in done.stderr.splitlines() if text.startswith("error: ")]

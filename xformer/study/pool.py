@@ -6,6 +6,7 @@ import glob
 import os
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -98,6 +99,22 @@ def line_of(job: Job) -> tuple[str, ...]:
     return (sys.executable, *program, *rest)
 
 
+def is_own(job: Job) -> bool:
+    """Whether a job runs this package, rather than a program that the study's author chose."""
+    first, *rest = job.command
+    if job.recipe is not None or first in SCRIPTS:
+        return True
+    return first == "-m" and "".join(rest[:1]).split(".")[0] == "xformer"
+
+
+def variables_of(job: Job) -> dict[str, str]:
+    """Environment variables of a job. Our own commands run the code of this process, whatever lies
+    in the working directory. For other commands Python searches that directory first, as usual."""
+    if is_own(job):
+        return provenance.same_code()
+    return {"PYTHONPATH": provenance.first_on_path()}
+
+
 def log_of(job: Job) -> Path:
     """The file that holds what a job prints."""
     return job.path.with_name(f"{job.path.name}.log")
@@ -127,20 +144,15 @@ class Local:
         return free[:number] if len(free) >= number else ()
 
     def start(self, job: Job, slots: Sequence[int]) -> BaseProcess:
-        paths = (str(provenance.ROOT), os.environ.get("PYTHONPATH", ""))
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(self.threads),
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        }
+        environment = os.environ | {"OMP_NUM_THREADS": str(self.threads)} | variables_of(job)
         if FORKS:
-            _start_server(environment)
+            _start_server(environment | provenance.same_code())
         if self.devices:
             devices = dict.fromkeys(self.devices[slot % len(self.devices)] for slot in slots)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         log = log_of(job).absolute()
         log.open("ab").close()  # fail here if the log cannot be written
-        arguments = (line_of(job)[1:], str(log), environment)
+        arguments = (line_of(job)[1:], str(log), environment, is_own(job))
         context = get_context("forkserver") if FORKS else get_context("spawn")
         process = context.Process(target=become, args=arguments)
         process.start()
@@ -189,8 +201,9 @@ def _start_server(environment: dict[str, str]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def become(arguments: tuple[str, ...], log: str, environment: dict[str, str]) -> None:
-    """Turn the forked process into `python ARGUMENTS`, with its output in a log.
+def become(arguments: tuple[str, ...], log: str, environment: dict[str, str], own: bool) -> None:
+    """Turn the forked process into `python ARGUMENTS`, with its output in a log. Our own modules
+    are not searched for in the working directory.
 
     SIGTERM was blocked until here, so that none is lost before the command can handle it.
     """
@@ -205,7 +218,8 @@ def become(arguments: tuple[str, ...], log: str, environment: dict[str, str]) ->
         os.execve(sys.executable, [sys.executable, *arguments], environment)
     elif first == "-m":
         sys.argv = ["-m", *rest[1:]]
-        sys.path.insert(0, os.getcwd())
+        if not own:
+            sys.path.insert(0, os.getcwd())
         sys.modules.pop(f"{rest[0]}.__main__", None)  # the forecast has imported it
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
@@ -266,7 +280,12 @@ class Slurm:
         except ImportError:
             raise lacks("executor=slurm", "submitit", "slurm") from None
         self.folder, self.slots = directory / "slurm", slots
-        self.executor = submitit.AutoExecutor(self.folder, "slurm", slurm_max_num_timeout=TIMEOUTS)
+        self.executor = submitit.AutoExecutor(
+            self.folder,
+            "slurm",
+            slurm_max_num_timeout=TIMEOUTS,
+            slurm_python=f"{shlex.quote(sys.executable)} -P",
+        )
         self.each = {name: int(options[name]) for name in EACH if name in options}
         other = {k: v for k, v in options.items() if k not in ("timeout_min", *EACH)}
         flags = {key: value for key, value in other.items() if value is not False}
@@ -274,6 +293,7 @@ class Slurm:
             name="xformer",
             timeout_min=options["timeout_min"],
             slurm_additional_parameters={"requeue": True, **flags},
+            slurm_setup=[f"export PYTHONPATH={shlex.quote(provenance.first_on_path())}"],
         )
         self.looked, self.answered, self.jobs = -LISTED, 0.0, set[str]()
         self.left = self._left()
@@ -286,7 +306,8 @@ class Slurm:
         from submitit import SlurmJob
         from submitit.core.utils import FailedJobError
 
-        command = ClusterCommand(line_of(job), log_of(job).absolute(), self.each.get(EACH[0], 0))
+        line, log, threads = line_of(job), log_of(job).absolute(), self.each.get(EACH[0], 0)
+        command = ClusterCommand(line, log, threads, is_own(job))
         if number := self.left.pop((command.line, command.log), ""):
             return SlurmHandle(SlurmJob(self.folder, number), self)
         of_all = {name: job.processes * number for name, number in self.each.items()}
@@ -368,16 +389,19 @@ class ClusterCommand:
     line: tuple[str, ...]
     log: Path
     threads: int = 0  # of each process; 0 if it is not known
+    own: bool = False  # see `is_own`
     popen: subprocess.Popen[bytes] | None = None
     told: bool = False  # by SIGTERM
 
     def __call__(self) -> int:
         # the cluster signals all processes of a job; the command must hear it from this one only
         old = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        threads = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
+        variables = provenance.same_code() if self.own else {}
+        if self.threads:
+            variables["OMP_NUM_THREADS"] = str(self.threads)
         with self.log.open("ab") as log:
-            null, own = subprocess.DEVNULL, os.environ | threads
-            self.popen = subprocess.Popen(self.line, stdin=null, stdout=log, stderr=log, env=own)
+            null, env = subprocess.DEVNULL, os.environ | variables
+            self.popen = subprocess.Popen(self.line, stdin=null, stdout=log, stderr=log, env=env)
         signal.signal(signal.SIGUSR2, old)
         signal.signal(signal.SIGTERM, self._stopped)
         try:
@@ -396,7 +420,7 @@ class ClusterCommand:
         from submitit.helpers import DelayedSubmission
 
         self.stop()
-        return DelayedSubmission(ClusterCommand(self.line, self.log, self.threads))
+        return DelayedSubmission(ClusterCommand(self.line, self.log, self.threads, self.own))
 
     def stop(self) -> None:
         """Ask the command to stop, and wait until it has."""
@@ -674,10 +698,7 @@ def apart(job: Job) -> tuple[Job, Path | None]:
     directory of its own, from which `settle` moves the output. Our own commands write an output
     that is complete or absent; they and runs have no such place.
     """
-    if job.recipe is not None:
-        return job, None
-    first, *rest = job.command
-    if first in SCRIPTS or (first == "-m" and rest[0].split(".")[0] == "xformer"):
+    if is_own(job):
         return job, None
     name = f".{job.path.name}.{owner()}-"
     for old in job.path.parent.glob(f".{glob.escape(job.path.name)}.*.making"):
