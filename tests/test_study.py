@@ -8,6 +8,7 @@ import csv
 import fcntl
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -2718,6 +2719,59 @@ def test_what_is_asked_of_a_cluster(
     executor = pool.Slurm(tmp_path, {"timeout_min": 30, "partition": "wrong"})
     with pytest.raises(BadInput, match="refused 'last': invalid partition specified: wrong"):
         pool.run_jobs([job(tmp_path, "last", "")], executor, lambda _: None, lambda _: None)
+
+
+class Bomb:
+    """Its pickle runs code when it is read."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the imitated cluster is tried on Linux only")
+def test_a_study_reads_no_pickles(cluster: Path, tmp_path: Path) -> None:
+    """Neither those of an earlier call's jobs, nor results. What is damaged is no such job."""
+    pytest.importorskip("submitit")
+    folder, bomb = tmp_path / "slurm", pickle.dumps(Bomb(tmp_path / "exploded"))
+    executor = pool.Slurm(tmp_path, {"timeout_min": 30})
+    assert folder.stat().st_mode & 0o777 == 0o700
+    one = job(tmp_path, "one", "import time; time.sleep(120)")
+    handle = executor.start(one, [0])
+    pickled = handle.submitted.paths.submitted_pickle
+    while not (cluster / "1").read_text().strip("0"):
+        time.sleep(0.05)  # until it runs
+    pickled.write_bytes(bomb)
+    key = (pool.line_of(one), pool.log_of(one))
+    assert pool.Slurm(tmp_path, {"timeout_min": 30}).left == {key: "1"}
+    handle.submitted.paths.result_pickle.write_bytes(bomb)
+    assert handle.exitcode == 1
+    for damaged in ("[", "[1, 2]", "5", "{}"):
+        pickled.with_suffix(".json").write_text(damaged)
+        assert not pool.Slurm(tmp_path, {"timeout_min": 30}).left
+    handle.terminate()
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the imitated cluster is tried on Linux only")
+def test_a_folder_of_jobs_that_others_can_write_is_refused(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("submitit")
+    folder = tmp_path / "slurm"
+    folder.chmod(0o777)
+    pool.Slurm(tmp_path, {"timeout_min": 30})
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o770)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "chmod", lambda *_: None)  # as on some file systems
+        with pytest.raises(BadInput, match=f"write into {folder}, .* type chmod 700 {folder}"):
+            pool.Slurm(tmp_path, {"timeout_min": 30})
+    monkeypatch.setattr("os.geteuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(BadInput, match=f"{folder} belongs to another user.* give another output="):
+        pool.Slurm(tmp_path, {"timeout_min": 30})
 
 
 @pytest.mark.skipif(shutil.which("sbatch") is not None, reason="this machine has Slurm")

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import forkserver, get_context
@@ -25,7 +26,15 @@ from xformer import provenance
 from xformer.config import toml_text
 from xformer.data.display import Progress, duration, say
 from xformer.data.errors import BadInput, Interrupted, lacks
-from xformer.data.files import HOST, alive, owner, usable_cores
+from xformer.data.files import (
+    HOST,
+    alive,
+    make_directory,
+    owner,
+    read_json,
+    usable_cores,
+    write_json,
+)
 from xformer.monitor import events
 from xformer.run import in_use
 from xformer.study.costs import Costs
@@ -258,6 +267,34 @@ def check_slurm(options: Mapping[str, bool | int | float | str]) -> None:
         )
 
 
+def own_folder(folder: Path) -> None:
+    """Make a folder that only this user may enter. Raises BadInput if it is not this user's.
+
+    submitit pickles each job into its folder, and the job unpickles it on the cluster. So whoever
+    can write there can run programs as this user.
+    """
+    make_directory(folder, "output=")
+    with suppress(OSError):  # said below
+        folder.chmod(0o700)
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        raise BadInput(
+            f"executor=slurm: {folder} belongs to another user, who could run programs as you; "
+            "give another output="
+        )
+    if status.st_mode & 0o022:
+        raise BadInput(
+            f"executor=slurm: other users can write into {folder}, and so run programs as you; "
+            f"type chmod 700 {shlex.quote(str(folder))}, or give another output="
+        )
+
+
+def _note(pickle: Path) -> Path:
+    """The file that has as JSON what the study must know of one of submitit's pickles. The study
+    itself reads no pickles."""
+    return pickle.with_suffix(".json")
+
+
 class Slurm:
     """Jobs of a Slurm cluster, through submitit.
 
@@ -280,6 +317,7 @@ class Slurm:
         except ImportError:
             raise lacks("executor=slurm", "submitit", "slurm") from None
         self.folder, self.slots = directory / "slurm", slots
+        own_folder(self.folder)
         self.executor = submitit.AutoExecutor(
             self.folder,
             "slurm",
@@ -313,22 +351,23 @@ class Slurm:
         of_all = {name: job.processes * number for name, number in self.each.items()}
         self.executor.update_parameters(**of_all)
         try:
-            return SlurmHandle(self.executor.submit(command), self)
+            submitted = self.executor.submit(command)
+            write_json(_note(submitted.paths.submitted_pickle), [command.line, str(command.log)])
+            return SlurmHandle(submitted, self)
         except FailedJobError as error:
             reason = " ".join(str(error).replace("sbatch: error:", "").split())
             raise BadInput(f"executor=slurm: sbatch refused {job.name!r}: {reason}") from None
 
     def _left(self) -> dict[tuple[tuple[str, ...], Path], str]:
         """The jobs of an earlier call that was killed: the number of each command line and log."""
-        from submitit.core.utils import DelayedSubmission
+        from submitit import SlurmJob
 
         self.lists("", 0.0)
         left = {}
         for number in self.jobs:
-            file = self.folder / f"{number}_submitted.pkl"
-            if file.exists():
-                command: Any = DelayedSubmission.load(file).function
-                left[command.line, command.log] = number
+            with suppress(BadInput, TypeError, ValueError):  # another study's, or damaged
+                line, log = read_json(_note(SlurmJob(self.folder, number).paths.submitted_pickle))
+                left[tuple(line), Path(log)] = number
         return left
 
     def lists(self, number: str, since: float) -> bool:
@@ -360,8 +399,8 @@ class SlurmHandle:
         """None while it waits or runs; as if it was killed if Slurm no longer has it."""
         if self.submitted.paths.result_pickle.exists():
             try:
-                return int(self.submitted.result())
-            except Exception:  # whatever submitit raises for a job that died
+                return int(read_json(_note(self.submitted.paths.result_pickle)))
+            except (BadInput, TypeError, ValueError):  # the job died
                 return 1
         if self.cluster.lists(self.submitted.job_id, self.seen):
             self.seen = time.monotonic()
@@ -370,7 +409,9 @@ class SlurmHandle:
 
     def terminate(self) -> None:
         self.submitted.cancel(check=False)
-        self.submitted.paths.submitted_pickle.unlink(missing_ok=True)  # nobody takes it up again
+        pickle = self.submitted.paths.submitted_pickle
+        for file in (pickle, _note(pickle)):  # so that nobody takes it up again
+            file.unlink(missing_ok=True)
 
     def join(self) -> None:
         pass  # the cluster takes care of it
@@ -395,6 +436,8 @@ class ClusterCommand:
 
     def __call__(self) -> int:
         # the cluster signals all processes of a job; the command must hear it from this one only
+        from submitit import JobEnvironment
+
         old = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         variables = provenance.same_code() if self.own else {}
         if self.threads:
@@ -408,6 +451,7 @@ class ClusterCommand:
             status = self._wait()
             if self.told and status:  # not a result: the job may be queued again
                 time.sleep(KILLED)
+            write_json(_note(JobEnvironment().paths.result_pickle), status)
             return status
         finally:
             self.stop()
