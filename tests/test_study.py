@@ -2774,6 +2774,15 @@ def test_a_folder_of_jobs_that_others_can_write_is_refused(
         pool.Slurm(tmp_path, {"timeout_min": 30})
 
 
+def test_a_machine_with_half_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "sbatch"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BadInput, match="there is no srun on this machine; use executor=local"):
+        pool.Slurm(tmp_path / "out", {"timeout_min": 30})
+
+
 @pytest.mark.skipif(shutil.which("sbatch") is not None, reason="this machine has Slurm")
 def test_slurm_is_missed_by_name(forks: Forks, file: Path, data: Path, tmp_path: Path) -> None:
     ended = forks.run(

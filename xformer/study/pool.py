@@ -309,8 +309,10 @@ class Slurm:
         options: Mapping[str, bool | int | float | str],
         slots: int = QUEUED,
     ):
-        if shutil.which("sbatch") is None:
-            raise BadInput("executor=slurm: there is no sbatch on this machine; use executor=local")
+        for name in ("sbatch", "srun"):
+            if shutil.which(name) is None:
+                missing = f"executor=slurm: there is no {name} on this machine"
+                raise BadInput(f"{missing}; use executor=local, or a machine that submits jobs")
         check_slurm(options)
         try:
             import submitit
