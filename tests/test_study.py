@@ -5,6 +5,7 @@ show.
 from __future__ import annotations
 
 import csv
+import errno
 import fcntl
 import json
 import os
@@ -994,6 +995,24 @@ def test_a_failed_job_has_a_reason(tmp_path: Path, log: str, status: int, words:
     failed = job(tmp_path, "failed", "pass")
     pool.log_of(failed).write_text(log)
     assert pool.last_words(failed, status) == words.format(proof=failed.proof)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_job_that_cannot_say_why_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Its log is empty because the disk is full."""
+
+    def full(_: int) -> None:
+        raise OSError(number, "full")
+
+    monkeypatch.setattr("os.fsync", full)
+    (why,) = pool.last_words(job(tmp_path, "failed", "pass"), 1).splitlines()
+    reason = f"because the disk is full ({os.strerror(number).lower()}: {tmp_path}); free some"
+    assert reason in why
+    monkeypatch.undo()
+    assert "full" not in pool.last_words(job(tmp_path, "failed", "pass"), 1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_more_run_at_once_than_there_are_slots(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import re
@@ -696,8 +697,23 @@ def last_words(job: Job, status: int) -> str:
     elif status < 0:
         lines.append(f"it was ended by signal {-status} ({signal.strsignal(-status)})")
     elif not lines:
-        lines.append(f"it exited with status {status} and printed nothing")
+        full = _full(log_of(job).parent)
+        lines.append(f"it exited with status {status} and printed nothing{full}")
     return "\n".join(lines[-TAIL:])
+
+
+def _full(directory: Path) -> str:
+    """Half a sentence if nothing can be written into a directory because its disk is full."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            why = os.strerror(error.errno).lower()
+            return f", because the disk is full ({why}: {directory}); free some space"
+    return ""
 
 
 def warnings_of(job: Job) -> list[str]:
