@@ -36,7 +36,7 @@ from pydantic import BaseModel
 from scipy import stats
 
 from xformer.config import read_recipe, toml_text
-from xformer.data.errors import BadInput
+from xformer.data.errors import BadInput, Failure
 from xformer.data.files import file_checksum, write_json
 from xformer.run import in_use
 from xformer.study import claims, headline, pool
@@ -260,6 +260,64 @@ def test_a_file_with_the_same_size_and_time_of_modification_is_read_again(tmp_pa
         file.write_text("a,2")
         os.utime(file, ns=(old.st_atime_ns, old.st_mtime_ns))
     assert digests.of(file) != before
+
+
+def test_digests_are_written_if_they_change_and_may_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them a study only takes longer. But a full disk is an error."""
+    (tmp_path / "a").touch()
+    digests = Digests(tmp_path / "digests.json")
+    digests.of(tmp_path / "a")
+    number = errno.EACCES
+
+    def refused_(*_: object) -> None:
+        raise OSError(number, "no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("xformer.study.plan.write_json", refused_)
+        digests.save()
+        number = errno.ENOSPC
+        with pytest.raises(OSError, match="no"):
+            digests.save()
+    digests.save()
+    again = Digests(tmp_path / "digests.json")
+    monkeypatch.setattr("xformer.study.plan.write_json", refused_)
+    again.of(tmp_path / "a")
+    again.save()
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EACCES, "(Permission denied), it is only printed; copy {root} to a directory"),
+        (errno.ENOSPC, "(No space left on device), it is only printed; free some space"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_printed(
+    file: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    words: str,
+) -> None:
+    monkeypatch.setattr(pool, "run_plan", lambda *_: {})
+
+    def refused_(*_: object) -> None:
+        raise OSError(number, "no", "results.csv")
+
+    monkeypatch.setattr("xformer.study.report.write_csv", refused_)
+    plan = plan_of(file, tmp_path, data=str(data))
+    for run in plan.runs("finetune"):
+        run.path.mkdir(parents=True)
+        write_json(run.proof, {"metrics": {"test": {"accuracy": 0.5}}, "seconds": 2.0})
+    line = f"cannot be written into {plan.root / 'letters-mini'} {words.format(root=plan.root)}"
+    with pytest.raises(Failure, match=re.escape(line)):
+        execute(plan, pool.local(1), Ledger(None, plan))
+    assert "| pretrained | 50.0 (50.0, 50.0)" in capsys.readouterr().out
+    assert not list((plan.root / "letters-mini").iterdir())
 
 
 # ------------------------------------------------------------------------------------ the file

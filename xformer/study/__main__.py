@@ -16,6 +16,8 @@ retried. If you add a seed, only its runs are new. Studies share the runs that t
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -29,7 +31,7 @@ from pydantic import Field
 from xformer import reproduce, verify
 from xformer.config import Settings, find_recipe, load
 from xformer.data.display import duration, many, say
-from xformer.data.errors import BadInput, Failure, typed
+from xformer.data.errors import OF_THE_DISK, BadInput, Failure, typed
 from xformer.data.files import installed, make_directory, write_json
 from xformer.parallel.precision import first_device, speed_note
 from xformer.start import run
@@ -40,7 +42,7 @@ from xformer.study.forecast import Forecast
 from xformer.study.notes import Notes
 from xformer.study.plan import Job, Plan, to_do
 from xformer.study.reading import keys_text, read_study
-from xformer.study.report import write_report
+from xformer.study.report import build_report, printed, write_report
 from xformer.study.results import Ledger, Results, again_files, made_again, reruns
 from xformer.study.sides import Sides
 
@@ -252,7 +254,7 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
         return line
 
     outcomes = pool.run_plan(plan, executor, ended, rates)
-    say(*write_report(Results(plan), outcomes, directory).split("\n"))
+    _report(plan, outcomes, directory)
     names = ["report.html", "report.md", "results.csv"]
     names += ["headline.png"] if (directory / "headline.png").exists() else []
     say("report   " + "   ".join(str(directory / name) for name in names))
@@ -261,6 +263,26 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
         first = next((o for o in bad if o.state == "failed"), bad[0])
         count = f"{len(bad)} of {len(outcomes)} jobs did not succeed"
         raise Failure(f"{count}; {first.job.name}: {first.why.splitlines()[-1]}")
+
+
+def _report(plan: Plan, outcomes: dict[str, pool.Outcome], directory: Path) -> None:
+    """Write and print the report. If it cannot be written, it is printed, and this raises
+    Failure."""
+    results = Results(plan)
+    try:
+        text = write_report(results, outcomes, directory)
+    except OSError as error:
+        if error.errno not in OF_THE_DISK:
+            raise
+        say(*printed(results, build_report(results, outcomes, directory)).split("\n"))
+        remedy = f"copy {plan.root} to a directory of your own, and give that as output="
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "free some space, and give the same command again"
+        why = os.strerror(error.errno)
+        raise Failure(
+            f"the report cannot be written into {directory} ({why}), it is only printed; {remedy}"
+        ) from None
+    say(*text.split("\n"))
 
 
 def _directory(plan: Plan) -> Path:

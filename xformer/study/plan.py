@@ -13,6 +13,7 @@ studies that ask for the same run share it, and a changed run has another key.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -659,6 +660,7 @@ class Digests:
             content = read_json(path)
             good = isinstance(content, dict) and all(isinstance(v, list) for v in content.values())
             self.known = content if good else {}
+        self.changed = False  # since it was read
 
     def of(self, path: Path) -> str:
         """That of a file's content, or of the names and contents of all files in a directory."""
@@ -673,11 +675,18 @@ class Digests:
         mark = [status.st_size, status.st_ctime_ns]
         if self.known.get(name, [])[:2] != mark:
             self.known[name] = [*mark, file_checksum(path)]
+            self.changed = True
         return str(self.known[name][2])
 
     def save(self) -> None:
-        if self.path.parent.is_dir():
-            write_json(self.path, self.known)
+        """Write the cache if it has changed. In a directory that this user may not write, nothing
+        is kept, and the files are hashed again the next time."""
+        if self.changed and self.path.parent.is_dir():
+            try:
+                write_json(self.path, self.known)
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise
 
 
 def identity(recipe: Recipe) -> dict[str, Any]:

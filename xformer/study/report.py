@@ -263,16 +263,22 @@ def write_report(results: Results, outcomes: dict[str, Outcome], directory: Path
     for ending in ("html", "md"):
         text = render(report, ending)
         (directory / f"report.{ending}").write_text(text, encoding="utf-8")
+    if (shown := results.study.headline) is not None:
+        picture = directory / f"{shown.name}.png"
+        if headline.rows(results, shown):
+            with style.colours(style.LIGHT):
+                style.write(headline.draw(results, shown), picture)
+        else:  # those of earlier runs
+            for ending in (".png", ".svg", ".pdf"):
+                picture.with_suffix(ending).unlink(missing_ok=True)
+    return printed(results, report)
+
+
+def printed(results: Results, report: Report) -> str:
+    """What a command prints of a report: the headline, or without one the Markdown."""
     shown = results.study.headline
     if shown is None:
-        return text
-    picture = directory / f"{shown.name}.png"
-    if headline.rows(results, shown):
-        with style.colours(style.LIGHT):
-            style.write(headline.draw(results, shown), picture)
-    else:  # those of earlier runs
-        for ending in (".png", ".svg", ".pdf"):
-            picture.with_suffix(ending).unlink(missing_ok=True)
+        return render(report, "md")
     return "\n".join(headline.lines(results, shown, report.verdicts))
 
 
