@@ -320,6 +320,33 @@ def test_a_report_that_cannot_be_written_is_printed(
     assert not list((plan.root / "letters-mini").iterdir())
 
 
+NESTED = '[made.nested]\ncommand = ["-m", "xformer.study", "a.toml", "{out}"]\n'
+
+
+def test_a_listing_shows_the_programs_of_others(file: Path, data: Path, tmp_path: Path) -> None:
+    """With their arguments, each in one line. What is done already is not started."""
+    command = """["-c", "import os\\nos.remove('a b')", "{out}"]"""
+    changed(
+        file,
+        ("[made.task]", f"[made.other]\ncommand = {command}\n{NESTED}[made.task]"),
+        ('"--input", "{need.data}/x.tsv"', '"--input", "{made.other}/{made.nested}/x.tsv"'),
+    )
+    plan = plan_of(file, tmp_path, data=str(data))
+    other = next(made for made in plan.jobs.values() if made.name == "made.other")
+    text = listing(plan, Costs(Forecast(plan), {}))
+    code = """'import os\\nos.remove('"'"'a b'"'"')'"""
+    nested = next(made for made in plan.jobs.values() if made.name == "made.nested")
+    programs = [f"  made.other: python -c {code} {other.path}"]
+    programs += [f"  made.nested: python -m xformer.study a.toml {nested.path}"]
+    header = "programs that are not xformer's, and other studies"
+    assert "\n".join([header, *programs]) in text
+    assert text.count("python") == len(programs)
+    for made in (other, nested):
+        made.path.mkdir(parents=True)
+    plan = plan_of(file, tmp_path, data=str(data))
+    assert "programs" not in listing(plan, Costs(Forecast(plan), {}))
+
+
 # ------------------------------------------------------------------------------------ the file
 
 

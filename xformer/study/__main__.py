@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import sys
 import tempfile
 from collections import Counter
@@ -30,7 +31,7 @@ from pydantic import Field
 
 from xformer import reproduce, verify
 from xformer.config import Settings, find_recipe, load
-from xformer.data.display import duration, many, say
+from xformer.data.display import duration, escaped, many, say
 from xformer.data.errors import OF_THE_DISK, BadInput, Failure, typed
 from xformer.data.files import installed, make_directory, write_json
 from xformer.parallel.precision import first_device, speed_note
@@ -335,9 +336,20 @@ def listing(plan: Plan, costs: Costs, kept: Collection[str] = (), slots: int = 1
         )
     sides = Sides(costs.forecast)
     lines += [f"note: {line}" for line in (*plan.remarks(), *sides.remarks())]
-    lines += registration_lines(plan) + sides.lines()
+    lines += registration_lines(plan) + sides.lines() + _programs(todo)
     lines += [f"missing: {line}" for line in _lacking(plan)]
     return "\n".join(lines)
+
+
+def _programs(todo: dict[str, Job]) -> list[str]:
+    """A header, and a line for each job that runs a program other than xformer or another study,
+    if there are any. Line ends within a command are escaped."""
+    lines = []
+    for job in todo.values():
+        study = "study" in " ".join(job.command[1:3]).replace(".", " ").split()
+        if study or not pool.is_own(job):
+            lines.append(f"  {job.name}: {escaped(shlex.join(('python', *job.command)))}")
+    return ["programs that are not xformer's, and other studies", *lines, ""] if lines else []
 
 
 def cost_lines(costs: Costs, todo: dict[str, Job], slots: int) -> list[str]:
