@@ -107,6 +107,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "A run while it trains: what is due, logged and saved after a step.": ("xformer.session",),
     "Numerical trouble: where it arises, and what to do.": ("xformer.tracing", "xformer.guard"),
     "The training loop.": ("xformer.train",),
+    "Child processes that run the same copy of the package.": ("xformer.children",),
     "Listing, comparing and repeating runs; the rows of a training step.": (
         "xformer.rows",
         "xformer.runs",

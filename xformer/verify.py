@@ -17,6 +17,7 @@ from pydantic import Field
 
 from xformer import checkpoint as checkpoints
 from xformer import provenance, start, train
+from xformer.children import same_code
 from xformer.config import Settings, each, help_text, parse_overrides, validate
 from xformer.data.display import say
 from xformer.data.errors import BadInput, Failure
@@ -104,7 +105,7 @@ def _make(config: dict[str, Any], environment: dict[str, Any], again: Path, step
     recipe.write_text(json.dumps({**config, **own}), encoding="utf-8")
     launcher = (*TORCHRUN, str(ranks)) if ranks > 1 else ()
     line = [sys.executable, *launcher, "-m", __name__, str(recipe), str(steps)]
-    environ = os.environ | provenance.same_code()
+    environ = os.environ | same_code()
     done = subprocess.run(line, capture_output=True, text=True, errors="replace", env=environ)
     if done.returncode:
         said = [text for text in done.stderr.splitlines() if text.startswith("error: ")]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from xformer import provenance
+from xformer.children import first_on_path, same_code
 from xformer.config import toml_text
 from xformer.data.display import Progress, duration, say
 from xformer.data.errors import BadInput, Interrupted, lacks
@@ -121,8 +122,8 @@ def variables_of(job: Job) -> dict[str, str]:
     """Environment variables of a job. Our own commands run the code of this process, whatever lies
     in the working directory. For other commands Python searches that directory first, as usual."""
     if is_own(job):
-        return provenance.same_code()
-    return {"PYTHONPATH": provenance.first_on_path()}
+        return same_code()
+    return {"PYTHONPATH": first_on_path()}
 
 
 def log_of(job: Job) -> Path:
@@ -156,7 +157,7 @@ class Local:
     def start(self, job: Job, slots: Sequence[int]) -> BaseProcess:
         environment = os.environ | {"OMP_NUM_THREADS": str(self.threads)} | variables_of(job)
         if FORKS:
-            _start_server(environment | provenance.same_code())
+            _start_server(environment | same_code())
         if self.devices:
             devices = dict.fromkeys(self.devices[slot % len(self.devices)] for slot in slots)
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -334,7 +335,7 @@ class Slurm:
             name="xformer",
             timeout_min=options["timeout_min"],
             slurm_additional_parameters={"requeue": True, **flags},
-            slurm_setup=[f"export PYTHONPATH={shlex.quote(provenance.first_on_path())}"],
+            slurm_setup=[f"export PYTHONPATH={shlex.quote(first_on_path())}"],
         )
         self.looked, self.answered, self.jobs = -LISTED, 0.0, set[str]()
         self.left = self._left()
@@ -442,7 +443,7 @@ class ClusterCommand:
         from submitit import JobEnvironment
 
         old = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        variables = provenance.same_code() if self.own else {}
+        variables = same_code() if self.own else {}
         if self.threads:
             variables["OMP_NUM_THREADS"] = str(self.threads)
         with self.log.open("ab") as log:
