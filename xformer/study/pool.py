@@ -112,10 +112,9 @@ def line_of(job: Job) -> tuple[str, ...]:
 
 def is_own(job: Job) -> bool:
     """Whether a job runs this package, rather than a program that the study's author chose."""
-    first, *rest = job.command
-    if job.recipe is not None or first in SCRIPTS:
-        return True
-    return first == "-m" and "".join(rest[:1]).split(".")[0] == "xformer"
+    first, module, *_ = (*job.command, "", "")
+    of_package = first == "-m" and module.split(".")[0] == "xformer"
+    return job.recipe is not None or first in SCRIPTS or of_package
 
 
 def variables_of(job: Job) -> dict[str, str]:
