@@ -1077,6 +1077,16 @@ def test_the_mean_length_of_rows_is_that_of_the_whole_store(tmp_path: Path) -> N
     assert rows_per_step(recipe, assembler, half) == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_log_that_is_gone_ends_the_curves_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Monitor(tmp_path, True, -1, 0, 80, "step") as monitor:
+        (tmp_path / "log.jsonl").unlink()
+        monitor._on_board(monitor._draw_anew)
+    assert "log.jsonl does not exist" in capsys.readouterr().err
+    assert not (tmp_path / "tensorboard").exists()
+
+
 def test_a_slow_run_prints_lines_before_the_first_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

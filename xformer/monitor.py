@@ -145,7 +145,7 @@ class Monitor:
             return
         try:
             draw()
-        except OSError as error:
+        except (OSError, BadInput) as error:  # BadInput if the log is gone
             self.drawing = False
             shutil.rmtree(self.run / "tensorboard", ignore_errors=True)
             self.say(
