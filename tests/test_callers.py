@@ -25,6 +25,7 @@ from xformer.data.batch import Assembler
 from xformer.data.errors import BadInput
 from xformer.data.files import read_json
 from xformer.data.memory import split_of
+from xformer.data.outputs import check_writable
 from xformer.data.rows import write_store
 from xformer.data.store import open_store
 from xformer.minimal_pairs import Pair, score_pairs
@@ -430,7 +431,16 @@ def test_a_home_directory_is_not_made_here(classes: Checkpoint) -> None:
         lambda: checkpoint.save(classes, "~/c"),
         lambda: write_store("~/s", classes.tokenizer, {"train": ["a"]}),
         lambda: Run(Path("~/r")).open({}, overwrite=False),
+        lambda: check_writable(Path("~/o")),
     ):
         with pytest.raises(BadInput, match=r"~/.: the shell has not replaced ~; give the whole"):
             write()
     assert not Path("~").exists()
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("xformer.data.outputs.os.access", lambda *_: False)
+    with pytest.raises(BadInput, match=f"you may not write into {tmp_path}; give another file"):
+        check_writable(tmp_path / "scores.json")

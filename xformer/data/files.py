@@ -262,7 +262,7 @@ def make_directory(path: Path, key: str = "") -> None:
     Raises BadInput if the directory cannot be made, as in /proc, or begins with ~. `key` precedes
     the path in the message.
     """
-    _refuse_tilde(path, key)
+    refuse_tilde(path, key)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -272,7 +272,7 @@ def make_directory(path: Path, key: str = "") -> None:
         raise BadInput(f"{key}{path} cannot be made ({why}); give another directory") from None
 
 
-def _refuse_tilde(path: Path, key: str = "") -> None:
+def refuse_tilde(path: Path, key: str = "") -> None:
     """Raise BadInput for a path such as ~/runs. It would become a directory called ~ here."""
     if path.parts[:1] == ("~",):
         raise BadInput(f"{key}{path}: the shell has not replaced ~; give the whole path")
@@ -281,7 +281,7 @@ def _refuse_tilde(path: Path, key: str = "") -> None:
 def refuse_existing(path: Path, overwrite: bool) -> None:
     """Raise BadInput if an output exists and `overwrite` is false, if its parent is a file, or if
     it begins with ~."""
-    _refuse_tilde(path)
+    refuse_tilde(path)
     put_back(path)
     if path.exists() and not overwrite:
         raise BadInput(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from xformer.data.errors import BadInput
@@ -11,6 +12,7 @@ from xformer.data.files import (
     is_run,
     read_json,
     refuse_existing,
+    refuse_tilde,
     what_is,
 )
 
@@ -23,7 +25,12 @@ TOKENIZER = ("tokenizer.json", "tokenizer_meta.json", "spiece.model", "sums.json
 def check_writable(output: Path) -> None:
     """Raise BadInput if an output file cannot be written, or if it would replace a file of a run, a
     store, a checkpoint or a tokenizer."""
+    refuse_tilde(output)
     folder = output.parent.resolve()
+    if folder.is_dir() and not os.access(folder, os.W_OK):
+        raise BadInput(
+            f"{output} cannot be written: you may not write into {folder}; give another file"
+        )
     if not folder.is_dir():
         raise BadInput(
             f"{output} cannot be written: {output.parent} is not a directory; make it first, or "
