@@ -2845,8 +2845,8 @@ def test_a_study_reads_no_pickles(cluster: Path, tmp_path: Path) -> None:
     one = job(tmp_path, "one", "import time; time.sleep(120)")
     handle = executor.start(one, [0])
     pickled = handle.submitted.paths.submitted_pickle
-    while not (cluster / "1").read_text().strip("0"):
-        time.sleep(0.05)  # until it runs
+    while not pool.log_of(one).exists():
+        time.sleep(0.05)  # until the job itself has read its pickle
     pickled.write_bytes(bomb)
     key = (pool.line_of(one), pool.log_of(one))
     assert pool.Slurm(tmp_path, {"timeout_min": 30}).left == {key: "1"}
