@@ -417,6 +417,7 @@ class Table(dict):
             "the split 'validation' is called 'valid' here",
         ),
         ({"Training": ["a"]}, (), "the split 'Training' is called 'train' here"),
+        ({"Test": ["a"]}, (), "the split 'Test' is called 'test' here"),
         ([("a", 1)], (), "give the rows of each split by its name"),
         ({"train": Table()}, (), r"the split 'train' is a table; give its rows, such as table\[\["),
         (

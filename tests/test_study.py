@@ -2837,7 +2837,8 @@ class Bomb:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the imitated cluster is tried on Linux only")
 def test_a_study_reads_no_pickles(cluster: Path, tmp_path: Path) -> None:
-    """Neither those of an earlier call's jobs, nor results. What is damaged is no such job."""
+    """It reads neither the jobs of an earlier call nor their results as pickles. A damaged file
+    of a job is ignored."""
     pytest.importorskip("submitit")
     folder, bomb = tmp_path / "slurm", pickle.dumps(Bomb(tmp_path / "exploded"))
     executor = pool.Slurm(tmp_path, {"timeout_min": 30})

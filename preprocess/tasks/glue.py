@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xformer.data.errors import BadInput
+from xformer.data.store import SPLIT_NAMES
 
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from . import splits
 from .labelled import Row, TaskSource
 from .split_files import find_splits, input_files
-from .splits import SPLIT_NAMES
 from .tables import ENDINGS, RowTable, extension
 
 NUMBERS = ["0", "1", "2"]

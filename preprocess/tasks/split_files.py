@@ -10,9 +10,9 @@ from pathlib import Path
 
 from xformer.data.display import say
 from xformer.data.errors import BadInput
+from xformer.data.store import SPLIT_NAMES
 
 from ..binarize import check_files
-from .splits import SPLIT_NAMES
 from .tables import extension, stem
 
 

@@ -12,23 +12,13 @@ from pathlib import Path
 
 from xformer.data.display import say
 from xformer.data.errors import BadInput
+from xformer.data.store import SPLIT_NAMES
 
 from ..bad import BadRows
 from .tables import RowTable
 
 SPLIT, MARK = ("split", "set"), "validation"
 NONE = "none"  # the value of --split-column that reads no column
-# what a file or the column of a table may call a split
-SPLIT_NAMES = {
-    "train": "train",
-    "training": "train",
-    "valid": "valid",
-    "validation": "valid",
-    "val": "valid",
-    "dev": "valid",
-    "devel": "valid",
-    "test": "test",
-}
 TRUE = ("true", "1", "1.0", "yes")
 FALSE = ("false", "0", "0.0", "no", "", "nan", "none")
 

@@ -212,8 +212,9 @@ def _with_epochs(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not known:
         return log
     last = max(known)
-    steps = [0, *known, 2 * last]  # after the last line the epochs go on as before
-    epochs = [0.0, *known.values(), 2 * known[last]]
+    after = max(line["step"] for line in log) / last  # after the last line the epochs go on alike
+    steps = [0, *known, (1 + after) * last]
+    epochs = [0.0, *known.values(), (1 + after) * known[last]]
     return [{"epoch": float(np.interp(line["step"], steps, epochs)), **line} for line in log]
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from xformer.data.display import many, say
 from xformer.data.errors import BadInput
 from xformer.data.memory import check_list, ids_of
+from xformer.data.store import SPLIT_NAMES
 from xformer.data.tokenizers import Tokenizer
 from xformer.data.writing import SplitWriter, create_store
 
@@ -23,12 +24,6 @@ LARGEST = float(np.finfo(np.float32).max)
 BATCH = 1000  # rows that are encoded and written together
 Row = tuple[Any, ...]
 FORMS = {1: "a text", 2: "(text, label)", 3: "(text, second text, label)"}  # by width
-# names of splits in other programs
-OTHER_NAMES = {
-    "training": "train",
-    **dict.fromkeys(("val", "validation", "dev", "devel"), "valid"),
-    "testing": "test",
-}
 METRICS = {"text": None, "class": "accuracy", "score": "spearman"}
 
 
@@ -63,7 +58,7 @@ def write_store(
         if hasattr(its_rows, "columns"):
             form = "table[['text', 'label']].itertuples(index=False)"
             raise BadInput(f"the split {name!r} is a table; give its rows, such as {form}")
-        if own := OTHER_NAMES.get(name.lower()):
+        if (own := SPLIT_NAMES.get(name.lower(), name)) != name:
             raise BadInput(f"the split {name!r} is called {own!r} here")
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise BadInput(
@@ -89,7 +84,7 @@ def write_store(
                     start += len(some)
                     empty += sum(not any(map(str.strip, row[: len(texts)])) for row in checked)
             if empty:
-                say(f"warning: {many(empty, 'row')} of {name} have no text", error=True)
+                say(f"warning: {name} has {many(empty, 'row')} without text", error=True)
         # the names that `evaluate.py input=` looks for in the header of a table
         names = {"text": "text", "text_b": "text_b" if len(texts) == 2 else None}
         store.finish(kind, labels, METRICS[kind], {} if kind == "text" else {"columns": names})

@@ -50,6 +50,17 @@ MAX_PIECES = 2**24  # largest size of a vocabulary
 TEXTS = ("tokens", "tokens_b")  # the columns of ids
 # the splits that preprocess.py writes, in their order in a store
 ORDER = ("train", "valid", "valid_mismatched", "test", "test_mismatched")
+# what a file, the column of a table or a program may call a split
+SPLIT_NAMES = {
+    "train": "train",
+    "training": "train",
+    "valid": "valid",
+    "validation": "valid",
+    "val": "valid",
+    "dev": "valid",
+    "devel": "valid",
+    "test": "test",
+}
 UNLABELLED, UNSEEN = -1, -2  # label of a row without a class; with a class unseen in training
 # Words are separated by white space. The label of a word is that of its first token (Devlin et al.
 # 2019, section 5.3), and its other tokens are IGNORED. A word can be UNLABELLED or UNSEEN, too.
