@@ -17,8 +17,8 @@ from toys import Toys
 from xformer import command as commands
 from xformer.config import find_recipe, read_recipe, recipes
 from xformer.data.errors import BadInput, typed
+from xformer.study.launch import line_of
 from xformer.study.plan import Job, Plan
-from xformer.study.pool import line_of
 from xformer.study.reading import read_study
 
 NAMES = (

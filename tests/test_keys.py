@@ -17,8 +17,8 @@ from xformer.data.files import RUN_MANIFEST, read_json, write_json
 from xformer.recipe import Recipe
 from xformer.study.costs import Costs
 from xformer.study.forecast import Forecast
+from xformer.study.launch import prepare
 from xformer.study.plan import LATER, Plan, content_key, identity
-from xformer.study.pool import set_up
 from xformer.study.reading import read_study
 
 # Computed by the code before `fraction` and lists of stores (revision adafa31). If a key changes,
@@ -113,7 +113,7 @@ def test_a_finished_study_is_reported_again(forks: Forks, data: Toys, tmp_path: 
     write("fp32")
     plan = Plan(read_study(file, "mini"), root, {})
     for job in plan.jobs.values():
-        set_up(job)
+        prepare(job)
         good(forks.run(*job.command))
     good(forks.run(*line))
     report = (root / "one-mini/report.md").read_text()
@@ -171,7 +171,7 @@ def test_dropout_from_a_checkpoint_is_not_taken_for_the_default(
         return planned
 
     (job,) = plan().jobs.values()
-    set_up(job)
+    prepare(job)
     good(forks.run(*job.command))
     content = read_json(job.path / "config.json")
     assert content["config"]["model"]["dropout"] == content["identity"]["model"]["dropout"] == 0

@@ -562,8 +562,8 @@ def test_jobs_of_a_study_record_the_code_that_the_study_loaded(tmp_path: Path) -
     code = (
         "import os\n"
         "from multiprocessing import get_context\n"
-        "from xformer.study import pool\n"
-        "pool._start_server(dict(os.environ))\n"
+        "from xformer.study import local\n"
+        "local._start_server(dict(os.environ))\n"
         "job = 'from xformer import provenance as p\\n'\n"
         f"job += \"open({str(out)!r}, 'w').write(str(p.revision.cache_info().currsize))\"\n"
         "process = get_context('forkserver').Process(target=exec, args=(job,))\n"

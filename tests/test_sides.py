@@ -18,6 +18,7 @@ from xformer.study import pool
 from xformer.study.__main__ import execute, planned
 from xformer.study.__main__ import main as study_main
 from xformer.study.forecast import Forecast
+from xformer.study.local import Local
 from xformer.study.plan import Plan
 from xformer.study.results import Ledger, Results
 from xformer.study.sides import Sides
@@ -367,7 +368,7 @@ def test_the_first_run_without_a_score_ends_the_study(
 
     monkeypatch.setattr(pool, "run_plan", train)
     with pytest.raises(BadInput, match=r"has no test\.accuracy; it has valid\.f1"):
-        execute(plan, pool.Local(1, 1), Ledger(None, plan))
+        execute(plan, Local(1, 1), Ledger(None, plan))
 
 
 @pytest.mark.slow

@@ -46,8 +46,10 @@ from xformer.study.claims import holm, paired_test, verdicts
 from xformer.study.costs import Costs
 from xformer.study.figures import curves_figure, table_figure
 from xformer.study.forecast import Forecast
+from xformer.study.launch import Outcome, last_words, line_of, log_of, prepare, warnings_of
+from xformer.study.local import Local, this_machine
 from xformer.study.plan import Digests, Job, Plan, to_do
-from xformer.study.pool import newest_numbers, set_up
+from xformer.study.progress import StudyProgress, newest_numbers
 from xformer.study.reading import PARTS, keys_text, read_study
 from xformer.study.report import (
     Entry,
@@ -69,6 +71,7 @@ from xformer.study.results import (
     statistics_of,
     write_csv,
 )
+from xformer.study.slurm import Slurm
 from xformer.study.spec import Claim, Published, ScoreTable
 
 STUDY = f"""
@@ -183,7 +186,7 @@ def markdown_of(results: Results) -> str:
     return render(build_report(results, {}, results.plan.root / "x"), "md")
 
 
-def html_of(results: Results, outcomes: dict[str, pool.Outcome], directory: Path) -> str:
+def html_of(results: Results, outcomes: dict[str, Outcome], directory: Path) -> str:
     return render(build_report(results, outcomes, directory), "html")
 
 
@@ -210,7 +213,7 @@ def test_a_report_says_why_runs_were_made_again(
         for run in plan.runs("finetune"):
             run.path.mkdir(parents=True, exist_ok=True)
             run.path.with_suffix(".toml").write_text(toml_text(run.recipe or {}))
-        execute(plan, pool.local(1), Ledger(None, plan))
+        execute(plan, this_machine(1), Ledger(None, plan))
         for run in plan.runs("finetune"):
             write_json(run.proof, {"metrics": {"test": {"accuracy": 0.5}}, "seconds": 2.0})
         return listed, (plan.root / "letters-mini/report.md").read_text()
@@ -315,7 +318,7 @@ def test_a_report_that_cannot_be_written_is_printed(
         write_json(run.proof, {"metrics": {"test": {"accuracy": 0.5}}, "seconds": 2.0})
     line = f"cannot be written into {plan.root / 'letters-mini'} {words.format(root=plan.root)}"
     with pytest.raises(Failure, match=re.escape(line)):
-        execute(plan, pool.local(1), Ledger(None, plan))
+        execute(plan, this_machine(1), Ledger(None, plan))
     assert "| pretrained | 50.0 (50.0, 50.0)" in capsys.readouterr().out
     assert not list((plan.root / "letters-mini").iterdir())
 
@@ -982,7 +985,7 @@ def test_no_result_is_kept_of_data_that_changed(file: Path, data: Path, tmp_path
     first = job(tmp_path, "first", f"P.touch(); open({str(data / 'valid.txt')!r}, 'w').write('A')")
     jobs = [replace(one, reads=reads) for one in (first, job(tmp_path, "second", "P.touch()"))]
     outcomes = pool.run_jobs(
-        jobs, pool.Local(1, 1), lambda _: None, lambda _: None, 0.01, stale=plan.stale
+        jobs, Local(1, 1), lambda _: None, lambda _: None, 0.01, stale=plan.stale
     )
     why = f"{data / 'valid.txt'} has changed since the study began; run the same command again"
     assert [(one.state, one.why) for one in outcomes.values()] == [("failed", why)] * 2
@@ -1007,7 +1010,7 @@ def test_a_failure_stops_only_what_waits_for_it(tmp_path: Path) -> None:
         job(tmp_path, "other", "P.touch()", "good"),
     ]
     prepared: list[str] = []
-    local = pool.Local(2, 1)
+    local = Local(2, 1)
     outcomes = pool.run_jobs(jobs, local, lambda _: None, lambda w: prepared.append(w.name), 0.01)
     states = {key: outcome.state for key, outcome in outcomes.items()}
     assert states == {
@@ -1059,7 +1062,7 @@ def test_what_a_command_warns_of_is_in_the_report(
     plan = plan_of(file, tmp_path, data=str(data))
     plan.jobs = {key: job for key, job in plan.jobs.items() if job.recipe is None}
     plan.wanted = set(plan.jobs)
-    outcomes = pool.run_plan(plan, pool.Local(1, 1), lambda *_: "")
+    outcomes = pool.run_plan(plan, Local(1, 1), lambda *_: "")
     assert [outcome.state for outcome in outcomes.values()] == ["done"] * len(made)
     words = "warning: the tokenizer does not know 100 % of the tokens of train"
     assert f"    {words}" in capsys.readouterr().err
@@ -1078,8 +1081,8 @@ def test_what_a_command_warns_of_is_in_the_report(
 )
 def test_a_failed_job_has_a_reason(tmp_path: Path, log: str, status: int, words: str) -> None:
     failed = job(tmp_path, "failed", "pass")
-    pool.log_of(failed).write_text(log)
-    assert pool.last_words(failed, status) == words.format(proof=failed.proof)
+    log_of(failed).write_text(log)
+    assert last_words(failed, status) == words.format(proof=failed.proof)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -1092,11 +1095,11 @@ def test_a_job_that_cannot_say_why_it_failed(
         raise OSError(number, "full")
 
     monkeypatch.setattr("os.fsync", full)
-    (why,) = pool.last_words(job(tmp_path, "failed", "pass"), 1).splitlines()
+    (why,) = last_words(job(tmp_path, "failed", "pass"), 1).splitlines()
     reason = f"because the disk is full ({os.strerror(number).lower()}: {tmp_path}); free some"
     assert reason in why
     monkeypatch.undo()
-    assert "full" not in pool.last_words(job(tmp_path, "failed", "pass"), 1)
+    assert "full" not in last_words(job(tmp_path, "failed", "pass"), 1)
     assert not list(tmp_path.iterdir())
 
 
@@ -1104,7 +1107,7 @@ def test_no_more_run_at_once_than_there_are_slots(tmp_path: Path) -> None:
     code = "import time; on = D / f'{P.name}.on'; on.touch(); time.sleep(.3); n = len(list("
     code += "D.glob('*.on'))); P.write_text(str(n)); on.unlink()"
     jobs = [job(tmp_path, f"w{i}", code) for i in range(6)]
-    pool.run_jobs(jobs, pool.Local(2, 1), lambda _: None, lambda _: None, 0.01)
+    pool.run_jobs(jobs, Local(2, 1), lambda _: None, lambda _: None, 0.01)
     counts = [int(w.proof.read_text()) for w in jobs]
     assert max(counts) == 2
 
@@ -1113,12 +1116,12 @@ def test_an_interruption_stops_what_runs(tmp_path: Path) -> None:
     code = "import signal, sys, time; signal.signal(15, lambda *_: (P.touch(), sys.exit(0)));"
     slow = job(tmp_path, "slow", f"{code} (D / 'slow.on').touch(); time.sleep(60)")
 
-    def stop(_: dict[str, pool.Outcome]) -> None:
+    def stop(_: dict[str, Outcome]) -> None:
         if slow.path.with_suffix(".on").exists():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pool.run_jobs([slow], pool.Local(1, 1), stop, lambda _: None, 0.01)
+        pool.run_jobs([slow], Local(1, 1), stop, lambda _: None, 0.01)
     assert slow.proof.exists()  # it was asked to stop, and had time to save
 
 
@@ -1170,7 +1173,7 @@ class Slow:
             assert self.asked
 
     def choose(self, free: Sequence[int], processes: int) -> Sequence[int]:
-        return pool.Local(self.slots, 1).choose(free, processes)
+        return Local(self.slots, 1).choose(free, processes)
 
     def start(self, job: Job, slots: Sequence[int]) -> Slow.Handle:
         self.started.append(job.name)
@@ -1216,7 +1219,7 @@ def test_a_run_that_a_killed_study_left_is_waited_for(tmp_path: Path) -> None:
     run.path.mkdir()
     executor, orphan, steps = Slow(), (run.path / ".lock").open("w"), iter(range(100))
 
-    def changed(outcomes: dict[str, pool.Outcome]) -> None:
+    def changed(outcomes: dict[str, Outcome]) -> None:
         match next(steps):
             case 0:
                 fcntl.flock(orphan, fcntl.LOCK_EX)
@@ -1272,7 +1275,7 @@ def test_a_pause_stops_what_runs_and_loses_nothing(tmp_path: Path) -> None:
     executor, told = Slow(), []  # type: ignore[var-annotated]
     steps = iter(range(100))
 
-    def changed(outcomes: dict[str, pool.Outcome]) -> None:
+    def changed(outcomes: dict[str, Outcome]) -> None:
         match next(steps):
             case 1:
                 assert executor.started == []
@@ -1324,7 +1327,7 @@ def test_a_pause_reaches_processes(tmp_path: Path) -> None:
 
     outcomes = pool.run_jobs(
         [long, plain],
-        pool.Local(2, 1),
+        Local(2, 1),
         changed,
         lambda _: None,
         0.01,
@@ -1404,7 +1407,7 @@ def test_jobs_are_forks_of_a_process_that_computes_nothing(tmp_path: Path) -> No
     module = replace(job(tmp_path, "module", ""), command=("-m", "xformer.surgery"))
     os.environ["OF_ONE"] = "1"
     try:
-        handles = [pool.Local(1, 1).start(one, [0]) for one in (shows, door, module)]
+        handles = [Local(1, 1).start(one, [0]) for one in (shows, door, module)]
     finally:
         del os.environ["OF_ONE"]
     for handle in handles:
@@ -1514,7 +1517,7 @@ def test_a_run_without_weights_is_made_again(file: Path, data: Path, tmp_path: P
     ledger.unpack()
     run = plan.runs("finetune")[0]
     assert run.done
-    set_up(run)
+    prepare(run)
     assert not run.path.exists()  # training needs an absent directory
     assert (
         sorted(p.name for p in run.path.parent.glob(f"*{run.key}*"))
@@ -1642,11 +1645,11 @@ file = "x.svg"
     for name in ("look.svg", "look-dark.svg", "large.h5"):
         (look.path / name).write_text("<svg/>")
     assert look.whole
-    pool.log_of(look).write_text("a line\nwarning: too few rows\n")
+    log_of(look).write_text("a line\nwarning: too few rows\n")
     Ledger(tmp_path / "kept", plan).keep(look, again=False)
     shutil.rmtree(plan.root)
     Ledger(tmp_path / "kept", plan).unpack()
-    assert pool.warnings_of(look) == ["warning: too few rows"]
+    assert warnings_of(look) == ["warning: too few rows"]
     assert sorted(path.name for path in look.path.iterdir() if path.name[0] != ".") == [
         "ended.txt",
         "key",
@@ -1659,7 +1662,7 @@ file = "x.svg"
     assert look.proof.stat().st_mtime == 1_000_000_000
     assert not look.whole
     assert look.key in to_do(plan.jobs.values(), [more.key])
-    set_up(look)
+    prepare(look)
     assert not list(look.path.iterdir())
 
 
@@ -1681,7 +1684,7 @@ def test_the_time_left_is_known_without_a_store(file: Path, data: Path, tmp_path
 
 
 def test_a_long_job_does_not_use_up_the_time_of_the_others(file: Path, tmp_path: Path) -> None:
-    with pool.StudyProgress(plan_of(file, tmp_path), slots=1, keep=lambda *_: "") as progress:
+    with StudyProgress(plan_of(file, tmp_path), slots=1, keep=lambda *_: "") as progress:
         progress.seconds = dict.fromkeys(list(progress.open)[:3], 100.0)
         progress.ended = time.monotonic() - 60.0
         assert progress.left() == pytest.approx(240.0, abs=5.0)
@@ -2307,22 +2310,24 @@ def test_a_run_that_another_process_has_is_waited_for(tmp_path: Path) -> None:
         assert other.stdout is not None
         other.stdout.readline()
         assert in_use(shared.path)
-        outcomes = pool.run_jobs([shared], pool.Local(1, 1), lambda _: None, lambda _: None, 0.01)
+        outcomes = pool.run_jobs([shared], Local(1, 1), lambda _: None, lambda _: None, 0.01)
     assert outcomes["shared"].state == "there"
     assert not in_use(shared.path)
 
 
 def test_on_macos_a_job_is_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "FORKS", False)
-    monkeypatch.setattr(pool, "_start_server", lambda _: pytest.fail("there is no server"))
+    monkeypatch.setattr("xformer.study.local.FORKS", False)
+    monkeypatch.setattr(
+        "xformer.study.local._start_server", lambda _: pytest.fail("there is no server")
+    )
     threads = job(tmp_path, "threads", "import os; P.write_text(os.environ['OMP_NUM_THREADS'])")
-    handle = pool.Local(1, 3).start(threads, [0])
+    handle = Local(1, 3).start(threads, [0])
     handle.join(PATIENCE)
     assert (handle.exitcode, threads.proof.read_text()) == (0, "3")
     fails = job(tmp_path, "fails", "print('why'); raise SystemExit(4)")
-    handle = pool.Local(1, 1).start(fails, [0])
+    handle = Local(1, 1).start(fails, [0])
     handle.join(PATIENCE)
-    assert (handle.exitcode, pool.log_of(fails).read_text()) == (4, "why\n")
+    assert (handle.exitcode, log_of(fails).read_text()) == (4, "why\n")
 
 
 def test_gpus_are_those_that_the_process_may_see(
@@ -2331,8 +2336,8 @@ def test_gpus_are_those_that_the_process_may_see(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert pool.local(0).slots == 2
-    local, seen = pool.local(4), []
+    assert this_machine(0).slots == 2
+    local, seen = this_machine(4), []
     for slot in range(4):
         shows = job(
             tmp_path, f"w{slot}", "import os; P.write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
@@ -2346,7 +2351,7 @@ def test_gpus_are_those_that_the_process_may_see(
     assert local.choose([2, 3], 1) == [2]
     assert local.choose([1], 3) == ()
     assert len(local.choose([1, 2], 3)) == 2  # training says that a rank lacks its GPU
-    assert pool.Local(4, 1).choose([0, 2], 2) == [0, 2]
+    assert Local(4, 1).choose([0, 2], 2) == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -2521,7 +2526,7 @@ def a_page(file: Path, data: Path, tmp_path: Path) -> tuple[Plan, Path]:
     plan = plan_of(file, tmp_path, data=str(data))
     finish(plan, lambda seed, start, rate: 0.5 + 0.01 * len(start) + 0.1 * (rate == "high"))
     jobs = list(plan.jobs.values())
-    outcomes = {jobs[2].key: pool.Outcome(jobs[2], "failed", why=HOSTILE)}
+    outcomes = {jobs[2].key: Outcome(jobs[2], "failed", why=HOSTILE)}
     directory = plan.root / "letters-mini"
     directory.mkdir()
     path = directory / "report.html"
@@ -2725,8 +2730,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The state of an imitated cluster whose commands are found first."""
     for name, value in fake_slurm.install(tmp_path / "slurm").items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(pool, "LISTED", 0.1)
-    monkeypatch.setattr(pool, "LOST", 0.5)
+    monkeypatch.setattr("xformer.study.slurm.LISTED", 0.1)
+    monkeypatch.setattr("xformer.study.slurm.LOST", 0.5)
     return tmp_path / "slurm/jobs"
 
 
@@ -2763,7 +2768,7 @@ def test_jobs_of_a_cluster(cluster: Path, tmp_path: Path) -> None:
                 pause.unlink()
             begun.unlink()
 
-    executor = pool.Slurm(tmp_path, {"timeout_min": 30})
+    executor = Slurm(tmp_path, {"timeout_min": 30})
     outcomes = pool.run_jobs(jobs, executor, interrupt, lambda _: None, 0.05, pause=pause)
     states = {key: outcome.state for key, outcome in outcomes.items()}
     ended_well = dict.fromkeys(("good", "after", "long", "preempted", "paused"), "done")
@@ -2777,8 +2782,8 @@ def test_jobs_of_a_killed_study_are_waited_for(cluster: Path, tmp_path: Path) ->
     pytest.importorskip("submitit")
     wait = "import time; time.sleep(3); print('end')"
     one, other = job(tmp_path, "one", wait), job(tmp_path, "other", "print('end')")
-    first = pool.Slurm(tmp_path, {"timeout_min": 30}).start(one, [0])
-    again = pool.Slurm(tmp_path, {"timeout_min": 30})
+    first = Slurm(tmp_path, {"timeout_min": 30}).start(one, [0])
+    again = Slurm(tmp_path, {"timeout_min": 30})
     handles = [first, again.start(one, [0]), again.start(other, [0])]
     assert [handle.submitted.job_id for handle in handles] == ["1", "1", "2"]
     while None in [handle.exitcode for handle in handles]:
@@ -2803,24 +2808,26 @@ def test_what_is_asked_of_a_cluster(
     }
     tell = "import os; P.write_text(os.environ['OMP_NUM_THREADS'])"
     jobs = [job(tmp_path, "one", tell), job(tmp_path, "four", tell, processes=4)]
-    pool.run_jobs(jobs, pool.Slurm(tmp_path, options), lambda _: None, lambda _: None, 0.05)
+    pool.run_jobs(jobs, Slurm(tmp_path, options), lambda _: None, lambda _: None, 0.05)
     for number, times in enumerate((1, 4), 1):
         script = (cluster / f"{number}.script").read_text()
         asked = set(re.findall("^#SBATCH --(.*)", script, re.MULTILINE))
         assert asked > {f"cpus-per-task={3 * times}", f"gpus-per-node={times}", "account=me"}
         assert asked > {f"mem={4 * times}GB", "time=30", "requeue", "exclusive"}
         assert jobs[number - 1].path.read_text() == "3"
-    executor = pool.Slurm(tmp_path, {"timeout_min": 30, "exclusive": False})
+    executor = Slurm(tmp_path, {"timeout_min": 30, "exclusive": False})
     handle = executor.start(job(tmp_path, "late", STOPS), [0])
-    monkeypatch.setattr(pool, "LISTED", 1000.0)  # the newest list is older than this job
-    monkeypatch.setattr(pool, "LOST", -999.9)
+    monkeypatch.setattr(
+        "xformer.study.slurm.LISTED", 1000.0
+    )  # the newest list is older than this job
+    monkeypatch.setattr("xformer.study.slurm.LOST", -999.9)
     time.sleep(0.3)
     assert handle.exitcode is None
     script = (cluster / f"{handle.submitted.job_id}.script").read_text()
     assert "exclusive" not in script
     handle.terminate()
     assert handle.submitted.job_id not in executor._left().values()
-    executor = pool.Slurm(tmp_path, {"timeout_min": 30, "partition": "wrong"})
+    executor = Slurm(tmp_path, {"timeout_min": 30, "partition": "wrong"})
     with pytest.raises(BadInput, match="refused 'last': invalid partition specified: wrong"):
         pool.run_jobs([job(tmp_path, "last", "")], executor, lambda _: None, lambda _: None)
 
@@ -2841,21 +2848,21 @@ def test_a_study_reads_no_pickles(cluster: Path, tmp_path: Path) -> None:
     of a job is ignored."""
     pytest.importorskip("submitit")
     folder, bomb = tmp_path / "slurm", pickle.dumps(Bomb(tmp_path / "exploded"))
-    executor = pool.Slurm(tmp_path, {"timeout_min": 30})
+    executor = Slurm(tmp_path, {"timeout_min": 30})
     assert folder.stat().st_mode & 0o777 == 0o700
     one = job(tmp_path, "one", "import time; time.sleep(120)")
     handle = executor.start(one, [0])
     pickled = handle.submitted.paths.submitted_pickle
-    while not pool.log_of(one).exists():
+    while not log_of(one).exists():
         time.sleep(0.05)  # until the job itself has read its pickle
     pickled.write_bytes(bomb)
-    key = (pool.line_of(one), pool.log_of(one))
-    assert pool.Slurm(tmp_path, {"timeout_min": 30}).left == {key: "1"}
+    key = (line_of(one), log_of(one))
+    assert Slurm(tmp_path, {"timeout_min": 30}).left == {key: "1"}
     handle.submitted.paths.result_pickle.write_bytes(bomb)
     assert handle.exitcode == 1
     for damaged in ("[", "[1, 2]", "5", "{}"):
         pickled.with_suffix(".json").write_text(damaged)
-        assert not pool.Slurm(tmp_path, {"timeout_min": 30}).left
+        assert not Slurm(tmp_path, {"timeout_min": 30}).left
     handle.terminate()
     assert not (tmp_path / "exploded").exists()
 
@@ -2867,16 +2874,16 @@ def test_a_folder_of_jobs_that_others_can_write_is_refused(
     pytest.importorskip("submitit")
     folder = tmp_path / "slurm"
     folder.chmod(0o777)
-    pool.Slurm(tmp_path, {"timeout_min": 30})
+    Slurm(tmp_path, {"timeout_min": 30})
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o770)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "chmod", lambda *_: None)  # as on some file systems
         with pytest.raises(BadInput, match=f"write into {folder}, .* type chmod 700 {folder}"):
-            pool.Slurm(tmp_path, {"timeout_min": 30})
+            Slurm(tmp_path, {"timeout_min": 30})
     monkeypatch.setattr("os.geteuid", lambda: folder.stat().st_uid + 1)
     with pytest.raises(BadInput, match=f"{folder} belongs to another user.* give another output="):
-        pool.Slurm(tmp_path, {"timeout_min": 30})
+        Slurm(tmp_path, {"timeout_min": 30})
 
 
 def test_a_machine_with_half_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -2885,7 +2892,7 @@ def test_a_machine_with_half_of_slurm(tmp_path: Path, monkeypatch: pytest.Monkey
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BadInput, match="there is no srun on this machine; use executor=local"):
-        pool.Slurm(tmp_path / "out", {"timeout_min": 30})
+        Slurm(tmp_path / "out", {"timeout_min": 30})
 
 
 @pytest.mark.skipif(shutil.which("sbatch") is not None, reason="this machine has Slurm")

@@ -15,12 +15,14 @@ from helpers import ROOT, Forks, good, refused
 
 from xformer.data.display import duration
 from xformer.data.errors import BadInput
-from xformer.study import pool, sweep, timing
+from xformer.study import sweep, timing
 from xformer.study.__main__ import cost_lines
 from xformer.study.claims import paired_test
 from xformer.study.costs import Costs
 from xformer.study.forecast import Forecast
+from xformer.study.local import Local
 from xformer.study.plan import Job, Plan, to_do
+from xformer.study.progress import StudyProgress
 from xformer.study.reading import read_study
 from xformer.study.report import build_report, render
 from xformer.study.results import Results, sample_of
@@ -371,7 +373,7 @@ def test_the_time_left_is_unknown_until_a_run_logs_its_speed(
     """A guess could be far too short. The first estimate is made again after a minute."""
     plan = a_plan(store, tmp_path)
     runs = plan.runs("run")
-    with pool.StudyProgress(plan, slots=2, keep=lambda *_: "") as progress:
+    with StudyProgress(plan, slots=2, keep=lambda *_: "") as progress:
 
         def after_a_minute() -> str:
             progress.looked = time.monotonic() - 61.0
@@ -403,7 +405,7 @@ def test_damaged_timings_are_measured_again(rates: str, tmp_path: Path) -> None:
     plan = plan_of(read("data=nowhere", "seed=0..1").text(tmp_path), tmp_path)
     plan.root.mkdir(exist_ok=True)
     (plan.root / timing.FILE).write_text(f'{{"threads": 1{rates}}}\n')
-    assert timing.measured(plan, pool.Local(1, 1)) == {}
+    assert timing.measured(plan, Local(1, 1)) == {}
 
 
 def test_probes_of_each_layer_are_timed_by_themselves(store: Path, tmp_path: Path) -> None:

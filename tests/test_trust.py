@@ -13,17 +13,17 @@ from helpers import ROOT, command, good
 from toys import Toys
 
 from xformer.data.files import read_json
-from xformer.study import pool
+from xformer.study.launch import variables_of
 from xformer.study.plan import Job
 
 # how an installed command starts: the working directory is not searched
 DOOR = """
 import sys
 from xformer.start import run
-from xformer.study import pool
+from xformer.study import local
 from xformer.study.__main__ import main
 if __name__ == "__main__":
-    pool.FORKS = sys.argv.pop(1) == "fork"
+    local.FORKS = sys.argv.pop(1) == "fork"
     run(main)
 """
 MINE = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(f'mine {sys.path[0]}')"
@@ -107,6 +107,6 @@ def test_only_our_own_commands_leave_out_the_working_directory(tmp_path: Path) -
     others = (("-m", "mine"), ("-c", "import xformer"), ("mine.py", "x"), ("-m", "xformers"))
     for command_ in (*own, *others):
         job = Job("a", "a", tmp_path, tmp_path, command_, recipe=recipes.get(command_))
-        variables = pool.variables_of(job)
+        variables = variables_of(job)
         assert variables["PYTHONPATH"].split(":")[0] == str(ROOT)
         assert ("PYTHONSAFEPATH" in variables) == (command_ in own), command_

@@ -32,6 +32,7 @@ from xformer.data.outputs import check_writable
 from xformer.data.store import open_store
 from xformer.study import pool
 from xformer.study.forecast import Forecast
+from xformer.study.local import this_machine
 from xformer.study.plan import Job, Plan
 from xformer.study.reading import read_study
 from xformer.study.report import write_report
@@ -105,7 +106,7 @@ def main(arguments: list[str]) -> None:
     make_directory(Path(settings.record).parent, "record=")
     if settings.record:
         check_writable(Path(settings.record))
-    outcomes = pool.run_plan(plan, pool.local(0), lambda job, again: "")
+    outcomes = pool.run_plan(plan, this_machine(0), lambda job, again: "")
     results = Results(plan)
     write_report(results, outcomes, directory)
     for outcome in outcomes.values():

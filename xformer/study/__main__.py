@@ -40,12 +40,15 @@ from xformer.study import pool, sweep, timing
 from xformer.study.claims import registration_lines
 from xformer.study.costs import Costs
 from xformer.study.forecast import Forecast
+from xformer.study.launch import BAD, Outcome, is_own
+from xformer.study.local import Local, this_machine
 from xformer.study.notes import Notes
 from xformer.study.plan import Job, Plan, to_do
 from xformer.study.reading import keys_text, read_study
 from xformer.study.report import build_report, printed, write_report
 from xformer.study.results import Ledger, Results, again_files, made_again, reruns
 from xformer.study.sides import Sides
+from xformer.study.slurm import QUEUED, Slurm, check_slurm
 
 UNTIMED = {
     "command": "the time of a command is not estimated",
@@ -181,7 +184,7 @@ def _root(settings: Execution) -> Path:
     if settings.slurm and settings.executor != "slurm":
         raise BadInput(f"slurm.{next(iter(settings.slurm))} needs executor=slurm")
     if settings.executor == "slurm":
-        pool.check_slurm(settings.slurm)
+        check_slurm(settings.slurm)
     root = Path(settings.output)
     if root.exists() and not root.is_dir():
         raise BadInput(f"output={root} is a file; give a directory")
@@ -199,7 +202,7 @@ def run_study(plan: Plan, settings: Execution, with_cost: bool = False) -> None:
     lacking = plan.missing() and not any(j.stage and not j.missing for j in plan.jobs.values())
     if lacking and not settings.dry_run:
         raise BadInput(f"{plan.study.path}: nothing can run: {'; '.join(_lacking(plan))}")
-    here, slurm = pool.local(settings.jobs), settings.executor == "slurm"
+    here, slurm = this_machine(settings.jobs), settings.executor == "slurm"
     todo = to_do(plan.jobs.values(), plan.wanted, ledger.results)
     if settings.dry_run or with_cost:
         costs = Costs(forecast, ledger.results)
@@ -212,7 +215,7 @@ def run_study(plan: Plan, settings: Execution, with_cost: bool = False) -> None:
         say(*cost_lines(costs, todo, slots))
     elif not slurm:
         say(*slow_lines(forecast, todo))
-    queue = pool.Slurm(plan.root, settings.slurm, settings.jobs or pool.QUEUED) if slurm else here
+    queue = Slurm(plan.root, settings.slurm, settings.jobs or QUEUED) if slurm else here
     execute(plan, queue, ledger)
 
 
@@ -241,7 +244,7 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
         if job.done:  # perhaps by a call without kept=
             ledger.keep(job, again=False)
     ledger.unpack()
-    rates = timing.measured(plan, executor) if isinstance(executor, pool.Local) else {}
+    rates = timing.measured(plan, executor) if isinstance(executor, Local) else {}
 
     def ended(job: Job, now: bool) -> str:
         """Keep the result of a job. What one of them shows to be wrong is refused at once."""
@@ -259,14 +262,14 @@ def execute(plan: Plan, executor: pool.Executor, ledger: Ledger) -> None:
     names = ["report.html", "report.md", "results.csv"]
     names += ["headline.png"] if (directory / "headline.png").exists() else []
     say("report   " + "   ".join(str(directory / name) for name in names))
-    bad = [o for o in outcomes.values() if o.state in pool.BAD]
+    bad = [o for o in outcomes.values() if o.state in BAD]
     if bad:
         first = next((o for o in bad if o.state == "failed"), bad[0])
         count = f"{len(bad)} of {len(outcomes)} jobs did not succeed"
         raise Failure(f"{count}; {first.job.name}: {first.why.splitlines()[-1]}")
 
 
-def _report(plan: Plan, outcomes: dict[str, pool.Outcome], directory: Path) -> None:
+def _report(plan: Plan, outcomes: dict[str, Outcome], directory: Path) -> None:
     """Write and print the report. If it cannot be written, it is printed, and this raises
     Failure."""
     results = Results(plan)
@@ -347,7 +350,7 @@ def _programs(todo: dict[str, Job]) -> list[str]:
     lines = []
     for job in todo.values():
         study = "study" in " ".join(job.command[1:3]).replace(".", " ").split()
-        if study or not pool.is_own(job):
+        if study or not is_own(job):
             lines.append(f"  {job.name}: {escaped(shlex.join(('python', *job.command)))}")
     return ["programs that are not xformer's, and other studies", *lines, ""] if lines else []
 

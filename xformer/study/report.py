@@ -31,9 +31,9 @@ from xformer.study import dotplot, headline
 from xformer.study.claims import Verdict, verdicts, words_of
 from xformer.study.figures import curves_figure, table_figure
 from xformer.study.forecast import Forecast
+from xformer.study.launch import Outcome, warnings_of
 from xformer.study.notes import Notes
 from xformer.study.plan import Job, Plan
-from xformer.study.pool import Outcome, warnings_of
 from xformer.study.resampling import EXAMPLES, Shares, claim_records, random_factors, variances
 from xformer.study.results import (
     Cell,

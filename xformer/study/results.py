@@ -40,8 +40,8 @@ from xformer.data.files import (
 )
 from xformer.monitor import events
 from xformer.predictions import FOLDER, read
+from xformer.study.launch import BAD, WARNINGS, Outcome, warnings_of
 from xformer.study.plan import UNPACKED, Job, Plan
-from xformer.study.pool import BAD, WARNINGS, Outcome, warnings_of
 from xformer.study.spec import (
     RESERVED,
     SEED,

@@ -21,8 +21,9 @@ from xformer.data.errors import BadInput
 from xformer.data.files import make_directory, read_json, write_json
 from xformer.monitor import events
 from xformer.study.costs import Costs, Work, logged_speed
+from xformer.study.launch import last_words, prepare
+from xformer.study.local import Local
 from xformer.study.plan import Job, Plan
-from xformer.study.pool import Local, last_words, set_up
 
 FILE = "timings.json"
 LIMIT = 20.0  # seconds for all timings of a study together
@@ -88,7 +89,7 @@ def _tokens_per_second(job: Job, executor: Local, end: float) -> float | None:
         recipe = merge(job.recipe or {}, own)
         command = (*job.command[:-1], str(path.with_suffix(".toml")))
         timed = replace(job, path=path, proof=path / "result.json", recipe=recipe, command=command)
-        set_up(timed)
+        prepare(timed)
         handle = executor.start(timed, range(min(job.processes, executor.slots)))
         try:
             while handle.exitcode is None and time.monotonic() < end:
