@@ -19,7 +19,7 @@ from xformer.data.errors import BadInput
 from xformer.data.tokenizers import HALF
 
 from ..bad import BadRows
-from .labelled import Row, TaskSource
+from .source import Row, TaskSource
 from .split_files import input_files
 from .tables import ENDINGS
 from .tsv import add_form, add_keys, id_and_group, keys_of, open_tables

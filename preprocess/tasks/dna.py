@@ -19,8 +19,8 @@ from xformer.data.errors import BadInput
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from . import splits
-from .labelled import Row, TaskSource
 from .sequences import Sequences, sequence_fault
+from .source import Row, TaskSource
 
 LETTERS = "ACGTDNRS"  # of the splice file; D, N, R and S stand for an uncertain base
 IUPAC = "ACGTNRYSWKMBDHV"  # the bases, and the letters that stand for several

@@ -20,7 +20,7 @@ from xformer.data.store import SPLIT_NAMES
 from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from . import splits
-from .labelled import Row, TaskSource
+from .source import Row, TaskSource
 from .split_files import find_splits, input_files
 from .tables import ENDINGS, RowTable, extension
 

@@ -22,7 +22,7 @@ from xformer.data.errors import BadInput, lacks
 from ..bad import BadRows
 from ..binarize import check_files
 from . import splits
-from .labelled import Row, TaskSource
+from .source import Row, TaskSource
 from .split_files import refuse_splits
 from .tables import RowTable, extension
 

@@ -24,8 +24,9 @@ from ..binarize import check_files, read_lines
 from ..corpora.fasta import FASTA, read_fasta
 from ..words import CachedEncoder
 from . import choice, dna, glue, labelled, music, protein, sequences, squad, tags, tsv
-from .labelled import Row
+from .remarks import say_empty
 from .sequences import SEQUENCE, Sequences
+from .source import Row
 from .tables import Form, RowTable, extension, other_separator
 
 INPUT = "input"  # the name of the split, and of the column with the texts as they were read
@@ -91,7 +92,7 @@ def write_rows(
     if not rows:
         raise BadInput(f"{path} has a header and no row")
     empty = [row for row in rows if not any(map(str.strip, row.texts))]
-    labelled.say_empty(len(empty), len(rows), f"{path}:{empty[0].line}" if empty else "")
+    say_empty(len(empty), len(rows), f"{path}:{empty[0].line}" if empty else "")
     classes, choices = record.labels, 1
     if record.kind == "choice":
         choices = len(rows[0].texts) - 1

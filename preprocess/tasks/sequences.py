@@ -25,7 +25,7 @@ from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from ..corpora.fasta import FASTA, read_fasta
 from . import splits
-from .labelled import Row, TaskSource, check_metric
+from .source import Row, TaskSource, check_metric
 from .split_files import find_splits, input_files, refuse_splits
 from .tables import ENDINGS, RowTable, extension, stem
 from .tsv import add_keys, group_of, keys_of

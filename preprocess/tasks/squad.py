@@ -36,7 +36,7 @@ from ..arguments import add_output, add_tokenizer, command_origin, say_written
 from ..bad import BadRows
 from ..binarize import check_exists, check_files, read_lines, sources
 from ..corpora.text import longest_row
-from .labelled import SHARES, VALID_SHARE
+from .drawing import SHARES, VALID_SHARE
 
 ABOUT = "SQuAD 1.1 and 2.0: questions and overlapping windows of their contexts."
 BLOCK = 64  # contexts encoded at once

@@ -32,9 +32,9 @@ from ..bad import BadRows
 from ..binarize import check_files, read_lines
 from ..corpora.fasta import FASTA_LETTERS, read_fasta
 from . import splits
-from .labelled import TAG_METRICS, Row, TaskSource, add_labels, given_labels
 from .protein import LETTERS
 from .sequences import sequence_fault
+from .source import TAG_METRICS, Row, TaskSource, add_labels, given_labels
 from .split_files import input_files
 
 ABOUTS = {

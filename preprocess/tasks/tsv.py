@@ -11,7 +11,7 @@ from xformer.data.errors import BadInput
 
 from ..bad import BadRows
 from . import splits
-from .labelled import (
+from .source import (
     CLASS_METRICS,
     SCORE_METRICS,
     Row,
