@@ -32,7 +32,7 @@ from xformer.preprocess.corpora.fasta import read_fasta
 from xformer.preprocess.corpora.inputs import check_distinct, find_files
 from xformer.preprocess.corpora.java import Unterminated, remove_comments
 from xformer.preprocess.words import CachedEncoder
-from xformer.preprocess.workers import EncodingPool
+from xformer.preprocess.workers import in_order
 
 ROOT = Path(__file__).parents[1]
 DOOR = str(ROOT / "preprocess.py")
@@ -684,7 +684,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def batches(number: int) -> Iterator[workers.TextBatch]:
+def batches(number: int) -> Iterator[text.TextBatch]:
     for i in range(number):
         texts = [f"{ENGLISH} {i}{j}" for j in range(i % 5)] + [CHINESE[i:], ""]
         yield [j % 2 == 0 for j in range(len(texts))], texts
@@ -694,18 +694,14 @@ def batches(number: int) -> Iterator[workers.TextBatch]:
 def test_processes_give_the_tokenizers_own_ids_in_order(toks, monkeypatch, kind):
     monkeypatch.setattr(workers, "FEW", 2)
     tokenizer = tokenizers.load_tokenizer(toks / kind)
-    with EncodingPool(tokenizer, toks / kind, 2) as encoders:
-        for _ in range(2):  # a second split goes to the same processes
-            answers = list(encoders.encode(batches(30)))
-            assert len(encoders.workers) == 2
-            for encoded, (wanted_ends, texts) in zip(answers, batches(30), strict=True):
-                ids, lengths, ends, counts = encoded
-                direct = tokenizer.encode_batch(texts)
-                assert ends == wanted_ends
-                assert counts.words == sum(len(text.split()) for text in texts)
-                assert counts.characters == len("".join(texts))
-                assert lengths.tolist() == [len(part) for part in direct]
-                assert ids.tolist() == [i for part in direct for i in part.tolist()]
+    answers = list(in_order(text.batch_encoder(tokenizer, 2), batches(30), 2))
+    for encoded, (ends, texts) in zip(answers, batches(30), strict=True):
+        direct = tokenizer.encode_batch(texts)
+        assert encoded.ends == ends
+        assert encoded.words == sum(len(text.split()) for text in texts)
+        assert encoded.characters == len("".join(texts))
+        assert encoded.lengths.tolist() == [len(part) for part in direct]
+        assert encoded.ids.tolist() == [i for part in direct for i in part.tolist()]
 
 
 def test_the_store_does_not_depend_on_the_number_of_processes(toks, tmp_path, monkeypatch):
@@ -747,41 +743,56 @@ def test_words_are_those_of_the_whole_text(toks, tmp_path, monkeypatch, segment,
         assert store.split("valid").words == len(ENGLISH.split())
 
 
-def test_a_few_batches_start_no_process(toks):
-    tokenizer = tokenizers.load_tokenizer(toks / "bpe")
-    with EncodingPool(tokenizer, toks / "bpe", 3) as encoders:
-        assert len(list(encoders.encode(batches(workers.FEW - 1)))) == workers.FEW - 1
-        assert encoders.workers == []
+def process_of(_: int) -> int:
+    return os.getpid()
 
 
-def test_no_more_than_two_batches_a_process_are_held(toks, monkeypatch):
+def test_few_items_start_no_process() -> None:
+    assert set(in_order(process_of, range(workers.FEW - 1), 3)) == {os.getpid()}
+    others = set(in_order(process_of, range(workers.FEW), 3))
+    assert os.getpid() not in others
+    assert 1 <= len(others) <= 3
+
+
+def test_no_more_than_two_items_a_process_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "FEW", 1)
     taken = 0
 
-    def counted() -> Iterator[workers.TextBatch]:
+    def counted() -> Iterator[int]:
         nonlocal taken
-        for batch in batches(40):
+        for item in range(40):
             taken += 1
-            yield batch
+            yield item
 
-    with EncodingPool(tokenizers.load_tokenizer(toks / "bpe"), toks / "bpe", 2) as encoders:
-        for number, _ in enumerate(encoders.encode(counted())):
-            assert taken - number <= 4
+    for number, item in enumerate(in_order(abs, counted(), 2)):
+        assert item == number
+        assert taken - number <= 4
 
 
-@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL .out of memory"), (11, "SIGSEGV")])
-def test_a_process_that_dies_is_one_line(toks, monkeypatch, number, name):
+def test_a_process_that_dies_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "FEW", 1)
-    encoders = EncodingPool(tokenizers.load_tokenizer(toks / "bpe"), toks / "bpe", 2)
 
-    def work() -> None:
-        for _ in encoders.encode(batches(200)):
-            encoders.workers[0].process.send_signal(number)
+    def dies(item: int) -> int:
+        if item == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return item
 
-    with encoders, pytest.raises(Failure, match=f"process was ended by {name}") as caught:
-        work()
-    assert "\n" not in str(caught.value)
-    assert all(worker.process.returncode is not None for worker in encoders.workers)
+    with pytest.raises(Failure, match=r"^a worker process died \(out of memory\? --workers 1 .*$"):
+        list(in_order(dies, range(50), 2))
+    assert not children(os.getpid())
+
+
+def test_an_error_of_the_work_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "FEW", 1)
+
+    def fails(item: int) -> int:
+        if item == 20:
+            raise BadInput("bad")
+        return item
+
+    with pytest.raises(BadInput, match="bad"):
+        list(in_order(fails, range(50), 2))
+    assert not children(os.getpid())
 
 
 SMALL_BATCHES = """

@@ -28,15 +28,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
-import signal
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import cycle
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +40,7 @@ import numpy as np
 from xformer.data import vocabularies
 from xformer.data.arguments import whole_number
 from xformer.data.display import Progress, say
-from xformer.data.errors import BadInput, Failure
+from xformer.data.errors import BadInput
 from xformer.data.files import usable_cores
 from xformer.data.joined import open_stores
 from xformer.data.outputs import check_directory
@@ -60,6 +55,7 @@ from ..arguments import (
     say_written,
 )
 from ..stats import id_counts
+from ..workers import in_order
 
 BLOCK_TOKENS = 2**20  # tokens generated at once
 LEAST_ROWS = 2**11  # at least this many sequences at once, because a step has a fixed cost
@@ -271,65 +267,16 @@ def draw_lengths(corpus: Corpus, split: str, tokens: int) -> Iterator[np.ndarray
 
 
 def make_blocks(
-    corpus: Corpus, table: AliasTable, split: str, tokens: int, first: int = 0, every: int = 1
+    corpus: Corpus, table: AliasTable, split: str, tokens: int, workers: int = 1
 ) -> Generator[np.ndarray, None, None]:
-    """Yield the tokens of the blocks `first`, `first + every`, ... of a split (default: of all)."""
-    for block, lengths in enumerate(draw_lengths(corpus, split, tokens)):
-        if block % every == first:
-            generator = stream(corpus, split, block + 1)
-            yield GENERATORS[corpus.generator](generator, table, lengths, corpus)
+    """Yield the tokens of all blocks of a split, made by `workers` processes."""
 
+    def make(block: tuple[int, np.ndarray]) -> np.ndarray:
+        number, lengths = block
+        generator = stream(corpus, split, number + 1)
+        return GENERATORS[corpus.generator](generator, table, lengths, corpus)
 
-def make_in_processes(
-    corpus: Corpus, table: AliasTable, split: str, tokens: int, workers: int
-) -> Generator[np.ndarray, None, None]:
-    """Yield the tokens of all blocks of a split, generated in turn by `workers` processes.
-
-    A worker waits until its block is read, so memory holds at most two blocks of each worker. A
-    worker ends when nobody reads any more. Raises Failure if a worker dies.
-    """
-    fork = multiprocessing.get_context("fork")
-    readers: list[Connection] = []
-    processes: list[BaseProcess] = []
-    try:
-        for first in range(workers):
-            reader, writer = fork.Pipe(duplex=False)
-            readers.append(reader)
-            blocks = make_blocks(corpus, table, split, tokens, first, workers)
-            process: BaseProcess = fork.Process(
-                target=_work, args=(blocks, writer, readers), daemon=True
-            )
-            process.start()
-            processes.append(process)
-            writer.close()
-        for reader, process in cycle(zip(readers, processes, strict=True)):
-            try:
-                data = reader.recv_bytes()
-            except (EOFError, OSError):
-                process.join()
-                raise Failure(
-                    f"a worker process ended with status {process.exitcode} before its work was "
-                    "done; --workers 1 works without such processes"
-                ) from None
-            yield np.frombuffer(data, table.step.dtype)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        for reader in readers:
-            reader.close()
-
-
-def _work(blocks: Iterator[np.ndarray], writer: Connection, readers: list[Connection]) -> None:
-    """Send the blocks. End silently if nobody reads any more, for example if the parent died."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # the parent handles them
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    for reader in readers:  # an open reader here would hide that the parent is gone
-        reader.close()
-    for block in blocks:
-        writer.send_bytes(block)  # type: ignore[arg-type]
+    return in_order(make, enumerate(draw_lengths(corpus, split, tokens)), workers)
 
 
 def write_corpus_split(
@@ -337,11 +284,7 @@ def write_corpus_split(
 ) -> None:
     """Write sequences until there are `tokens` tokens. They do not depend on `workers`."""
     name = split.directory.name
-    workers = min(workers, math.ceil(tokens / BLOCK_TOKENS))  # one process for each block at most
-    if workers > 1:
-        blocks = make_in_processes(corpus, table, name, tokens, workers)
-    else:
-        blocks = make_blocks(corpus, table, name, tokens)
+    blocks = make_blocks(corpus, table, name, tokens, workers)
     with Progress(f"making {name}", tokens, "tokens") as bar, closing(blocks):
         for lengths, block in zip(draw_lengths(corpus, name, tokens), blocks):  # noqa: B905
             split.append_ragged("tokens", block, lengths)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,13 +33,45 @@ from ..arguments import (
 )
 from ..bad import BadRows
 from ..binarize import BATCH, RowCutter, sources
-from ..workers import EncodingPool, TextBatch
+from ..words import CachedEncoder
+from ..workers import in_order
 from . import inputs
 from .documents import READ, Segments, TextOptions, files_of_part, read_documents, read_part
 
 LONGEST = 510  # tokens of BERT's longest row, without its two special tokens
 LONG, OFTEN = 16, 0.01  # tokens of a row that is compared; a share of repeated rows that is told
 AT_ONCE, HASHED = 2**16, 64  # rows that are compared at once, and their first tokens
+
+
+TextBatch = tuple[list[bool], list[str]]  # does each text end its document?, the texts
+
+
+class EncodedBatch(NamedTuple):
+    """The ids of a batch of texts one after the other, how many each text has, whether each ends
+    its document, and what is counted in the texts: words between white space, characters, and
+    the characters that became unknown tokens."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    ends: list[bool]
+    words: int
+    characters: int
+    unknown: int
+
+
+def batch_encoder(tokenizer: Tokenizer, processes: int) -> Callable[[TextBatch], EncodedBatch]:
+    """A function that encodes a batch, for one of so many processes."""
+    encoder = CachedEncoder(tokenizer, processes)
+
+    def encode(batch: TextBatch) -> EncodedBatch:
+        ends, texts = batch
+        before = encoder.unknown
+        ids, lengths = encoder.encode(texts)
+        words = sum(len(text.split()) for text in texts)
+        unknown = encoder.unknown - before
+        return EncodedBatch(ids, lengths, ends, words, sum(map(len, texts)), unknown)
+
+    return encode
 
 
 def segment_batches(segments: Iterable[tuple[str, bool]]) -> Iterator[TextBatch]:
@@ -77,9 +110,10 @@ class CutWords:
 def write_text_split(
     split: SplitWriter,
     paths: list[Path],
-    pool: EncodingPool,
+    tokenizer: Tokenizer,
     options: TextOptions,
     max_tokens: int,
+    workers: int = 1,
     part: tuple[int, int] | None = None,
 ) -> None:
     """Encode the documents of files, or only those of a `part`, into rows of at most `max_tokens`
@@ -93,10 +127,12 @@ def write_text_split(
         else:
             read = read_part(paths, part, options, bar.advance)
         segments = cut_words.watch(read)
-        for ids, lengths, ends, counts in pool.encode(segment_batches(segments)):
-            cutter.add(ids, lengths, ends)
-            words += counts.words
-            split.count_characters(counts.characters, counts.unknown)
+        encode = batch_encoder(tokenizer, workers)
+        with closing(in_order(encode, segment_batches(segments), workers)) as batches:
+            for batch in batches:
+                cutter.add(batch.ids, batch.lengths, batch.ends)
+                words += batch.words
+                split.count_characters(batch.characters, batch.unknown)
     split.words = words - cut_words.count
     if split.writers["tokens"].length:
         return
@@ -133,13 +169,11 @@ def write_text_store(
     """
     columns = {"tokens": ""} | ({"group": "int32"} if documents else {})
     with create_store(output, tokenizer, columns, overwrite=overwrite) as store:
-        tokenizer.save(store.directory)  # the workers load it from here
-        with EncodingPool(tokenizer, store.directory, workers) as pool:
-            for name, paths in splits.items():
-                if name == "train" or part is None or part[0] == 1:
-                    with store.split(name) as split:
-                        own = part if name == "train" else None
-                        write_text_split(split, paths, pool, options, max_tokens, own)
+        for name, paths in splits.items():
+            if name == "train" or part is None or part[0] == 1:
+                with store.split(name) as split:
+                    own = part if name == "train" else None
+                    write_text_split(split, paths, tokenizer, options, max_tokens, workers, own)
         made_with = [max_tokens, documents, tokenizer.fingerprint]
         read = _what_was_read(splits, options, made_with, part)
         origin = {**origin, **read, "max_tokens": max_tokens}
