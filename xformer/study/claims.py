@@ -127,7 +127,7 @@ class Verdict:
     learnt: bool = True  # whether any of its runs is above chance
     registered: str = ""  # the commit that held the claim first, or "exploratory"
     overall: tuple[float | None, ...] = ()  # Holm's p of each part over all tests of the study
-    seeds: int = 0  # that its registration, or a planned extension that has begun, asks for
+    seeds: int = 0  # that its next test needs, if it is registered
 
     @property
     def margin(self) -> float:
@@ -284,14 +284,14 @@ def _looks(study: Study) -> int:
 
 
 def _seeds_due(study: Study, verdict: Verdict) -> int:
-    """How many seeds the next test of a claim needs: those of the registration or, if a planned
-    extension has begun, all that the claim has at this scale."""
+    """How many seeds the next test of a claim needs: all that it has at this scale or, before a
+    planned extension begins, those of the registration."""
     if study.registration is None:
         return 0
     registered = study.registration.seeds[SEED]
     most = max((len(part.difference.each) for part in verdict.parts), default=0)
-    begun = study.registration.looks > 1 and most > registered
-    return _pairs(study, verdict.claim) if begun else registered
+    extensible = study.registration.looks > 1 and most <= registered
+    return registered if extensible else _pairs(study, verdict.claim)
 
 
 def _pairs(study: Study, claim: Claim) -> int:
