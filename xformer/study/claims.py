@@ -127,7 +127,7 @@ class Verdict:
     learnt: bool = True  # whether any of its runs is above chance
     registered: str = ""  # the commit that held the claim first, or "exploratory"
     overall: tuple[float | None, ...] = ()  # Holm's p of each part over all tests of the study
-    seeds: int = 0  # that its next test needs, if it is registered
+    seeds: int = 0  # that are planned for its next test
 
     @property
     def margin(self) -> float:
@@ -142,9 +142,9 @@ class Verdict:
 
     @property
     def early(self) -> bool:
-        """Whether scores of `seeds` are missing. Testing without them would be a test that nobody
-        planned."""
-        return bool(self.parts) and self.scored < self.seeds
+        """Whether it is registered, and scores of `seeds` are missing. Testing without them would
+        be a test that nobody planned."""
+        return bool(self.registered and self.parts) and self.scored < self.seeds
 
     @property
     def state(self) -> str:
@@ -197,7 +197,7 @@ class Verdict:
             small = unknown if p is None else words_of(p, against)
             parts.append(f"{level} {difference.words(self.table.digits)} ({small})".lstrip())
         floor = "" if self.learnt else "no run is above chance: "
-        if self.early:
+        if self.scored < self.seeds:
             floor += f"{self.scored} of {self.seeds} planned seeds have all their scores: "
         return floor + "; ".join(parts) if parts else "no runs to compare"
 
@@ -286,12 +286,11 @@ def _looks(study: Study) -> int:
 def _seeds_due(study: Study, verdict: Verdict) -> int:
     """How many seeds the next test of a claim needs: all that it has at this scale or, before a
     planned extension begins, those of the registration."""
-    if study.registration is None:
-        return 0
-    registered = study.registration.seeds[SEED]
-    most = max((len(part.difference.each) for part in verdict.parts), default=0)
-    extensible = study.registration.looks > 1 and most <= registered
-    return registered if extensible else _pairs(study, verdict.claim)
+    if study.registration is not None and study.registration.looks > 1:
+        registered = study.registration.seeds[SEED]
+        if all(len(part.difference.each) <= registered for part in verdict.parts):
+            return registered
+    return _pairs(study, verdict.claim)
 
 
 def _pairs(study: Study, claim: Claim) -> int:
