@@ -232,6 +232,7 @@ def test_a_correction_over_the_study_can_leave_a_claim_undecided(
     assert (first.state, first.state_overall) == ("holds", "undecided")
     text = markdown_of(Results(plan))
     assert "Undecided: 1 of 2 claims that have data (50%)." in text
+    assert "Otherwise it is undecided, which does not mean equal. Each dot" in text
     assert "With Holm's correction over all 2 tests of the study: 2." in text
     assert f"(Holm): p {2 * p:.3f} (undecided)\n" in text
     assert "(multi-bootstrap): no interval, no predictions of test are kept\n" in text

@@ -67,6 +67,10 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).parent / "templates"
 SHOWN = 12  # settings in the figure of a sweep
 CLAIMS = "claims.json"  # the numbers of the claims, with their sources
+VERDICTS = (
+    "A claim holds if its test shows a difference on its side of the margin, and fails if it shows "
+    "one on the other side. Otherwise it is undecided, which does not mean equal. "
+)
 # what the overview says of a claim
 PUBLISHED = "published difference"
 GLANCE = ("difference ± 95 % interval", PUBLISHED, "seeds", "hours", "registered")
@@ -373,7 +377,7 @@ def _claims(
         claims.append(Tested(text, state, figure, _facts(verdict, shares, sides)))
     title = "The claims, and whether they hold here" if study.paper else "Claims"
     headers = ("claim", "verdict", *compress(GLANCE, shown))
-    legend = dotplot.LEGEND + (dotplot.LEGEND_THEIRS if published else "")
+    legend = VERDICTS + dotplot.LEGEND + (dotplot.LEGEND_THEIRS if published else "")
     yield Section(title, grid=Grid(headers, rows), note=note)
     yield Section("How each claim was tested", legend, claims=claims)
 
