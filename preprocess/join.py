@@ -99,8 +99,8 @@ def in_order(stores: Sequence[Store]) -> list[Store]:
             )
         if record["input"] != its_input:
             raise BadInput(
-                f"{first.name} and {store.name} are not parts of one store: they were made with "
-                "other input files, options or --part"
+                f"{first.name} and {store.name} are not parts of one store: they differ in their "
+                "input files, tokenizer, options or number of parts"
             )
         # earlier versions recorded no `sums`
         for (number, expected), source in zip(
