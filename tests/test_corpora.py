@@ -335,8 +335,9 @@ def test_what_cannot_be_left_out(tmp_path):
         ("t.json", '[{"text": "a"},, {"text": "b"}]', r"t.json:1: not valid JSON: Expecting value"),
         ("t.json", '[{"text": "a"},\n]', r"t.json:2: not valid JSON: Expecting value"),
         ("t.json", '[, {"text": "a"}]', r"t.json:1: not valid JSON: one comma must"),
+        ("t.txt", "a\r\rb\r", r"t.txt: its lines end in a carriage return alone; end them in LF"),
     ]:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content.encode())
         with pytest.raises(BadInput, match=phrase):
             made(tmp_path / name, bad=bad)
     for name in FILES:  # the file is cut off before its end

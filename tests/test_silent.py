@@ -83,6 +83,28 @@ def test_a_small_encoder_needs_a_higher_rate(data: Toys, learned: dict[str, Path
         assert not [n for n in setup(CLASSIFY, typed, *line).notes if "large encoders" in n]
 
 
+def test_validations_that_take_longer_than_the_training_are_said(
+    data: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = open_store(data.text).split("valid").tokens
+
+    def note(*more: str) -> str:
+        steps = ("train.steps=50", "batch.tokens=64")
+        return setup(SMOKE, (), f"data={data.text}", "run=runs/x", *steps, *more).validation_note()
+
+    assert note("train.validate_every=1") == ""  # the split is small
+    monkeypatch.setattr("xformer.setup.LONG", 1)
+    said = re.fullmatch(
+        rf"each validation reads the {read:,} tokens of valid, but the run trains on only about "
+        r"(\d+) between two: .* larger train\.validate_every saves time",
+        note("train.validate_every=1"),
+    )
+    assert said is not None
+    assert 32 <= int(said[1]) <= 64  # a step, without special tokens
+    assert note("train.validate_every=1000") == ""
+    assert note("train.validate_every=0") == ""  # after each epoch
+
+
 def test_a_run_that_always_predicts_one_class(
     data: Toys, learned: dict[str, Path], forks: Forks, tmp_path: Path
 ) -> None:

@@ -293,8 +293,8 @@ def announce(setup: Setup, model: Model, monitor: Monitor) -> None:
     monitor.say(*setup.notes, *setup.recipe.optim.notes(), *setup.schedule_notes())
     limit, most = setup.recipe.batch.max_tokens, setup.start.config.max_positions
     remedy = longest_remedy(setup.task.head, limit - setup.training_rows.extra)
-    if note := setup.training_rows.truncation(f"batch.max_tokens={limit}", most, remedy):
-        monitor.say(note)
+    truncated = setup.training_rows.truncation(f"batch.max_tokens={limit}", most, remedy)
+    monitor.say(*filter(None, [truncated, setup.validation_note()]))
     monitor.event(
         "start",
         0,

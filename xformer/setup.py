@@ -32,6 +32,7 @@ from xformer.tasks.task import Task
 from xformer.trajectory import Timeline, Trajectory
 
 SEEN = 10_000  # the mean length of a row is estimated from so many rows
+LONG = 10_000_000  # tokens of a validation, which take minutes on CPUs
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,22 @@ class Setup:
             both = "warm-up and decay are" if decay else "the warm-up is"
             notes.append(f"{both} longer than the run, so the rate does not reach its peak")
         return notes
+
+    def validation_note(self) -> str:
+        """A line that says so if validations on a large split take longer than the training between
+        them, or ""."""
+        read = self.store.split("valid").tokens if "valid" in self.store.splits else 0
+        every, rows = self.recipe.train.validate_every, self.samples.per_epoch
+        if every:
+            rows = every * rows_per_step(self.recipe, self.training_rows, self.samples)
+        trained = self.training_tokens * rows / self.samples.per_epoch
+        if read < max(LONG, 3 * trained):  # a forward pass is a third of a training step
+            return ""
+        return (
+            f"each validation reads the {read:,} tokens of valid, but the run trains on only about "
+            f"{trained:,.0f} between two: a smaller split valid or a larger train.validate_every "
+            "saves time"
+        )
 
     def with_length_of(self, other: Recipe) -> Setup:
         """This setup with the length and the learning rates of another recipe."""

@@ -186,6 +186,10 @@ def _pieces(path: Path, advance: Callable[[int], None], errors: str) -> Iterator
             except UnicodeDecodeError as error:
                 line = number + error.object[: error.start].count(b"\n")
                 raise BadInput(f"{path}:{line}: {not_utf8(error)}") from None
+            if number == 1 and not rest and "\n" not in text and text.count("\r") > 1:
+                raise BadInput(
+                    f"{path}: its lines end in a carriage return alone; end them in LF or CRLF"
+                )
             number += text.count("\n")
             *lines, rest = (rest + text).split("\n")
             for whole in lines:
