@@ -16,7 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from xformer.study.report import CLAIMS, GLANCE, at_a_glance  # noqa: E402
+from xformer.study.report import CLAIMS  # noqa: E402
+from xformer.study.sections import GLANCE, at_a_glance  # noqa: E402
 
 PAGE, KEPT = ROOT / "docs/findings.md", ROOT / "results"
 BEGIN, END = "<!-- written by docs/overview.py -->\n", "<!-- end -->\n"

@@ -51,16 +51,7 @@ from xformer.study.local import Local, this_machine
 from xformer.study.plan import Digests, Job, Plan, to_do
 from xformer.study.progress import StudyProgress, newest_numbers
 from xformer.study.reading import PARTS, keys_text, read_study
-from xformer.study.report import (
-    Entry,
-    Grid,
-    Section,
-    build_report,
-    drawing,
-    latex,
-    render,
-    write_report,
-)
+from xformer.study.report import build_report, latex, render, write_report
 from xformer.study.results import (
     Cell,
     Ledger,
@@ -71,6 +62,7 @@ from xformer.study.results import (
     statistics_of,
     write_csv,
 )
+from xformer.study.sections import Entry, Grid, Section, drawing
 from xformer.study.slurm import Slurm
 from xformer.study.spec import Claim, Published, ScoreTable
 

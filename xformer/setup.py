@@ -133,10 +133,11 @@ class Setup:
         """A line that says so if validations on a large split take longer than the training between
         them, or ""."""
         read = self.store.split("valid").tokens if "valid" in self.store.splits else 0
-        every, rows = self.recipe.train.validate_every, self.samples.per_epoch
-        if every:
-            rows = every * rows_per_step(self.recipe, self.training_rows, self.samples)
-        trained = self.training_tokens * rows / self.samples.per_epoch
+        rows = self.recipe.train.validate_every * rows_per_step(
+            self.recipe, self.training_rows, self.samples
+        )
+        share = rows / self.samples.per_epoch if rows else 1.0  # of an epoch
+        trained = share * self.training_tokens
         if read < max(LONG, 3 * trained):  # a forward pass is a third of a training step
             return ""
         return (
