@@ -122,7 +122,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "The command `xformer`.": ("xformer.command", "xformer.__main__"),
 }
-LINES_OF_TRAINING = 9_639
+LINES_OF_TRAINING = 9_641
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

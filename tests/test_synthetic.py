@@ -530,7 +530,7 @@ def test_a_worker_that_dies_is_one_failure(monkeypatch, tmp_path):
 
     monkeypatch.setitem(synthetic.GENERATORS, "uniform", dies)
     corpus = Corpus("uniform", 50_000, (5, 40), 3)
-    with pytest.raises(Failure, match=r"a worker process died .* --workers 1"):
+    with pytest.raises(Failure, match=r"a worker process was ended by SIGKILL .* --workers 1"):
         synthetic.write_corpus(tmp_path / "s", corpus, 500, None, {}, workers=2)
     assert not os.listdir(tmp_path)
 

@@ -133,12 +133,14 @@ class Setup:
         """A line that says so if validations on a large split take longer than the training between
         them, or ""."""
         read = self.store.split("valid").tokens if "valid" in self.store.splits else 0
+        if read < LONG:
+            return ""
         rows = self.recipe.train.validate_every * rows_per_step(
             self.recipe, self.training_rows, self.samples
         )
         share = rows / self.samples.per_epoch if rows else 1.0  # of an epoch
         trained = share * self.training_tokens
-        if read < max(LONG, 3 * trained):  # a forward pass is a third of a training step
+        if read < 3 * trained:  # a forward pass is a third of a training step
             return ""
         return (
             f"each validation reads the {read:,} tokens of valid, but the run trains on only about "

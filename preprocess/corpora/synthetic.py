@@ -405,8 +405,8 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         "--workers",
         type=whole_number(1, 4096),
         metavar="N",
-        help="How many processes generate a large corpus. The corpus does not depend on it "
-        "(default: all cores).",
+        help="How many processes generate a large corpus (on macOS always one). The corpus does "
+        "not depend on it (default: all cores).",
     )
     add_output(parser, "STORE")
 

@@ -248,8 +248,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1, 4096),
         metavar="N",
         help="The number of processes that encode, while the main process reads and writes. With "
-        "1, or if there are only a few megabytes, the main process does everything. The ids are "
-        "the same for every N (default: all cores).",
+        "1, if there are only a few megabytes, or on macOS, the main process does everything. The "
+        "ids are the same for every N (default: all cores).",
     )
     parser.add_argument(
         "--part",
@@ -353,6 +353,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
     workers = arguments.workers or usable_cores()
     os.environ["RAYON_NUM_THREADS"] = str(workers)  # tokenizers reads it when it starts threads
+    if workers > 1:  # else tokenizers warns of forks
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenizer = tokenizers.load_tokenizer(arguments.tokenizer)
     bad = BadRows(arguments.skip_bad)
     options = TextOptions(

@@ -37,7 +37,7 @@ from ..binarize import BATCH, check_exists, sources
 from ..words import CachedEncoder
 from .drawing import draw_splits
 from .first_tokens import encode_words
-from .remarks import Counts, say_splits, say_unusual
+from .remarks import Unusual, say_splits, say_unusual
 from .source import Row, TaskSource
 from .survey import class_names, number, refuse_labels_of_rows, survey_rows, usable_rows
 
@@ -106,14 +106,17 @@ def write_task(
         return store.splits
 
 
-def _task_origin(task: TaskSource, unusual: dict[str, Counts]) -> dict[str, Any]:
+def _task_origin(task: TaskSource, unusual: Unusual) -> dict[str, Any]:
     """What the store's origin records about the task: its files and columns, and anything
     unusual.
     """
     record = {"sources": sources(task.files), "columns": task.columns, **task.bad.as_origin()}
+    # the key of a store depends on this order
     more = {
-        **unusual,
+        "unseen": unusual.unseen,
         "left_out_rows": task.left_out.count,
+        "in_two_splits": unusual.in_two_splits,
+        "groups_in_two_splits": unusual.groups_in_two_splits,
         "split_columns": sorted(task.split_columns),
     }
     return record | {key: value for key, value in more.items() if value}

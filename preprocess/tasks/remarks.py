@@ -7,6 +7,7 @@ import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,12 +45,17 @@ def say_splits(task: TaskSource, survey: RowSurvey, seed: int | None) -> None:
         say("warning: there is no validation split; train with train.select=last", error=True)
 
 
-def say_unusual(
-    task: TaskSource, survey: RowSurvey, labels: list[str], drawn: bool
-) -> dict[str, Counts]:
-    """Say what is unusual about the rows. `labels` are the classes, and `drawn` says whether
-    the splits were drawn. Returns what the origin of the store records of it.
-    """
+class Unusual(NamedTuple):
+    """What the origin of a store records of unusual rows."""
+
+    unseen: Counts  # words or rows of a class that is not in training, by split
+    in_two_splits: Counts  # rows whose text is in an earlier split, by split
+    groups_in_two_splits: Counts  # ... whose group is
+
+
+def say_unusual(task: TaskSource, survey: RowSurvey, labels: list[str], drawn: bool) -> Unusual:
+    """Say what is unusual about the rows, and return what is recorded of it. `labels` are the
+    classes, and `drawn` says whether the splits were drawn."""
     in_two_splits = _in_two_splits(survey.rows, survey.texts or survey.keys, "texts")
     groups_in_two = _in_two_splits(survey.rows, survey.keys, "groups") if task.group else {}
     if drawn and not task.group:
@@ -62,11 +68,7 @@ def say_unusual(
     _say_lacking(survey, labels, task.noun)
     _say_unlabelled(task, survey)
     say_empty(survey.empty, sum(survey.rows.values()), survey.first_empty)
-    return {
-        "unseen": unseen,
-        "in_two_splits": in_two_splits,
-        "groups_in_two_splits": groups_in_two,
-    }
+    return Unusual(unseen, in_two_splits, groups_in_two)
 
 
 def _in_two_splits(rows: dict[str, int], hashes: dict[str, array[int]], what: str) -> Counts:

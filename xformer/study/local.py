@@ -132,6 +132,7 @@ def become(arguments: tuple[str, ...], log: str, environment: dict[str, str], ow
         sys.argv = ["-m", *rest[1:]]
         if not own:
             sys.path.insert(0, os.getcwd())
+        sys.modules.pop(f"{rest[0]}.__main__", None)  # what the study imports may include it
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = [first, *rest]

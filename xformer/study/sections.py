@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 
 SHOWN = 12  # settings in the figure of a sweep
 VERDICTS = (
-    "A claim holds if its test shows a difference on its side of the margin, and fails if it shows "
-    "one on the other side. Otherwise it is undecided, which does not mean equal. "
+    "A claim holds if its test shows that the difference is on its side of the margin (for a tie, "
+    "between the margins), and fails if it shows the opposite. Otherwise it is undecided, which "
+    "does not mean equal. "
 )
 # what the overview says of a claim
 PUBLISHED = "published difference"
