@@ -59,7 +59,7 @@ def in_order(
     work: Callable[[Item], Result], items: Iterable[Item], processes: int
 ) -> Generator[Result, None, None]:
     """Yield `work(item)` for each item, in their order. Memory holds one item for each process, and
-    one more. Close the generator to end the processes.
+    one more; at the beginning FEW. Close the generator to end the processes.
 
     With one process, if there are few items, or on macOS, this process does all the work. The
     others are forks, so what `work` refers to is not sent to them; items and results are pickled.
