@@ -110,7 +110,7 @@ class CutWords:
 def write_text_split(
     split: SplitWriter,
     paths: list[Path],
-    tokenizer: Tokenizer,
+    encode: Callable[[TextBatch], EncodedBatch],
     options: TextOptions,
     max_tokens: int,
     workers: int = 1,
@@ -127,7 +127,6 @@ def write_text_split(
         else:
             read = read_part(paths, part, options, bar.advance)
         segments = cut_words.watch(read)
-        encode = batch_encoder(tokenizer, workers)
         with closing(in_order(encode, segment_batches(segments), workers)) as batches:
             for batch in batches:
                 cutter.add(batch.ids, batch.lengths, batch.ends)
@@ -168,12 +167,13 @@ def write_text_store(
     without `overwrite`. Raises Failure if a process dies.
     """
     columns = {"tokens": ""} | ({"group": "int32"} if documents else {})
+    encode = batch_encoder(tokenizer, workers)
     with create_store(output, tokenizer, columns, overwrite=overwrite) as store:
         for name, paths in splits.items():
             if name == "train" or part is None or part[0] == 1:
                 with store.split(name) as split:
                     own = part if name == "train" else None
-                    write_text_split(split, paths, tokenizer, options, max_tokens, workers, own)
+                    write_text_split(split, paths, encode, options, max_tokens, workers, own)
         made_with = [max_tokens, documents, tokenizer.fingerprint]
         read = _what_was_read(splits, options, made_with, part)
         origin = {**origin, **read, "max_tokens": max_tokens}
