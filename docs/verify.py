@@ -8,8 +8,8 @@ A line says for each number whether it agrees, also for the words that a page pr
 scores in a *.results.csv share a line. A verdict differs if the numbers of its claim rule it out.
 "undecided" is never ruled out, because a run at chance or a planned extension leads to it too. What
 needs weights is not repeated: claims about analyses and training losses are computed again from the
-numbers that were kept, and are called "measured". The exit status is 1 if something differs, and
-2 if the directory has no kept results.
+numbers that were kept, and are called "measured". A number also differs if one of its runs is not
+kept. The exit status is 1 if something differs, and 2 if the directory has no kept results.
 """
 
 import csv
@@ -293,6 +293,12 @@ def compare(name: str, published: float | None, again: float | None, right: str 
     return say(word, f"{name}: {published:.6g}, here {again:.6g}")
 
 
+def say_open(title: str, directory: Path, keys: set[str]) -> str:
+    """Say that a number cannot be computed again; it differs if one of its runs is not kept."""
+    lost = sorted(key for key in keys if not (directory / f"{key}.zip").exists())
+    return say(DIFFERS, f"{title}: {', '.join(lost)} not kept") if lost else say(UNKNOWN, title)
+
+
 def of_claims(path: Path, known: Known) -> list[str]:
     """The words of all lines about a file of claims."""
     words = []
@@ -304,8 +310,9 @@ def of_claims(path: Path, known: Known) -> list[str]:
         for claim in every:
             part = f": {claim['part']}" if claim["part"] else ""
             title = f"{path.stem}: {text}{part}"
-            if not all(tuple(of) in known for pair in claim["pairs"] for _, *of in pair):
-                words.append(say(UNKNOWN, title))
+            needed = {tuple(of) for pair in claim["pairs"] for _, *of in pair}
+            if not needed <= set(known):
+                words.append(say_open(title, path.parent, {key for key, *_ in needed}))
                 continue
             pairs = pairs_of(claim, known)
             again = effect(claim, pairs)
@@ -334,9 +341,14 @@ def of_table(path: Path, known: Known) -> list[str]:
         for of, value in pairs
         if of in known and not np.isclose(value, known[of][0], rtol=1e-6, atol=1e-9)
     ]
-    words = [known[of][1] if of in known else UNKNOWN for of, _ in pairs]
-    counts = [(word, words.count(word)) for word in (AGREES, MEASURED, UNKNOWN)]
-    return wrong or [say(word, f"{path.name}: {n} scores") for word, n in counts if n]
+    words = [known[of][1] for of, _ in pairs if of in known]
+    counts = [(word, words.count(word)) for word in (AGREES, MEASURED)]
+    again = [say(word, f"{path.name}: {n} scores") for word, n in counts if n]
+    if lost := [of for of, _ in pairs if of not in known]:
+        again.append(
+            say_open(f"{path.name}: {len(lost)} scores", path.parent, {o[0] for o in lost})
+        )
+    return wrong or again
 
 
 def of_zip(path: Path, known: Known) -> list[str]:

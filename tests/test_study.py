@@ -1603,6 +1603,41 @@ def test_a_kill_leaves_no_half_of_a_kept_run(
     assert all(run.done for run in plan.runs("finetune"))
 
 
+def test_only_pictures_that_the_report_shows_are_kept(
+    file: Path, data: Path, tmp_path: Path
+) -> None:
+    """Of the runs at a picture's levels the report shows the first that is finished."""
+    stage = """
+[stages.look]
+command = ["-c", "1", "{seed}", "{side}", "{out}"]
+result = "look.json"
+vary.seed = [0, 1]
+vary.side.left = {}
+vary.side.right = {}
+[[pictures]]
+name = "look"
+title = "Look"
+stage = "look"
+file = "look.svg"
+where = { side = "right" }
+[[tables]]"""
+    file.write_text(STUDY.replace("[[tables]]", stage, 1))
+    plan = plan_of(file, tmp_path, data=str(data))
+    ledger = Ledger(tmp_path / "kept", plan)
+    for job in plan.runs("look"):
+        job.path.mkdir(parents=True)
+        job.proof.write_text('{"metrics": {}}')
+    for job in plan.runs("look"):
+        (job.path / "look.svg").write_text("<svg/>")
+        ledger.keep(job, again=False)
+    with_picture = [
+        (job.levels["seed"], job.levels["side"])
+        for job in plan.runs("look")
+        if "look.svg" in zipfile.ZipFile(tmp_path / f"kept/{job.key}.zip").namelist()
+    ]
+    assert with_picture == [("0", "right")]
+
+
 def test_what_a_command_left_is_kept(file: Path, data: Path, tmp_path: Path) -> None:
     """Its result and the pictures that the study shows are kept. If another job needs more, the
     command runs again."""

@@ -36,7 +36,9 @@ def test_a_damaged_file_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFix
     assert "c.results.csv" in printed
 
 
-def test_what_an_analysis_measured_is_named(tmp_path: Path) -> None:
+def test_what_an_analysis_measured_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its claims are computed again from its numbers, which are not computed themselves."""
     verify = script("verify")
     known: dict[tuple[str, ...], tuple[float, str]] = {}
@@ -56,6 +58,9 @@ def test_what_an_analysis_measured_is_named(tmp_path: Path) -> None:
     assert verify.DIFFERS in verify.of_claims(path, known)
     table = tmp_path / "x.results.csv"
     table.write_text("key,split,metric,value\n0,last,pwcca,1.0\n9,last,pwcca,1.0\n")
+    assert verify.of_table(table, known) == [verify.MEASURED, verify.DIFFERS]
+    assert "x.results.csv: 1 scores: 9 not kept" in capsys.readouterr().out
+    (tmp_path / "9.zip").touch()
     assert verify.of_table(table, known) == [verify.MEASURED, verify.UNKNOWN]
     with zipfile.ZipFile(tmp_path / "flat.zip", "w") as file:
         file.writestr("key", "flat")
@@ -73,6 +78,9 @@ def test_a_part_that_cannot_be_checked_leaves_the_verdict_open(tmp_path: Path) -
     lost = {**claim, "part": "high", "pairs": [[[1.0, "lost", "test", "0"]]]}
     path = tmp_path / "x.claims.json"
     path.write_text(json.dumps({"claims": [{**claim, "part": "low"}, lost]}))
+    words = verify.of_claims(path, known)
+    assert words == [verify.AGREES] * 3 + [verify.DIFFERS, verify.UNKNOWN]
+    (tmp_path / "lost.zip").touch()  # kept without predictions
     words = verify.of_claims(path, known)
     assert words == [verify.AGREES] * 3 + [verify.UNKNOWN] * 2
 

@@ -626,7 +626,8 @@ class Ledger:
             paths += [job.path / name for name in OF_A_RUN]
             paths += (job.path / FOLDER).rglob("*")
         for picture in self.plan.study.pictures:
-            if picture.stage == job.stage:
+            finished = (run for run in self.plan.runs(picture.stage, picture.where) if run.done)
+            if next(finished, None) is job:  # the report shows that of the first
                 shown = job.path / picture.file
                 paths += [shown, shown.with_name(f"{shown.stem}-dark.svg")]
         files = [path for path in paths if path.is_file()]
