@@ -100,7 +100,7 @@ def in_order(stores: Sequence[Store]) -> list[Store]:
         if record["input"] != its_input:
             raise BadInput(
                 f"{first.name} and {store.name} are not parts of one store: they differ in their "
-                "input files, tokenizer, options or number of parts"
+                "input files, tokenizer, options, number of parts or version of xformer"
             )
         # earlier versions recorded no `sums`
         for (number, expected), source in zip(

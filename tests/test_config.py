@@ -136,8 +136,8 @@ def test_any_argument_is_taken_or_refused_in_one_line(text: str) -> None:
         (["data=[1]"], "data=[1] must be a path or a list of paths"),
         (["data=[]"], "data=[] must be a path or a list of paths"),
         (['data=["a", "a"]'], "data names a twice; give each path once"),
-        (["data={other=1}"], "data={'other': 1} must be a path or a list of paths"),
-        (["data.other=1"], "data={'other': 1} must be a path or a list of paths"),
+        (["data={other=1}"], "there is no setting data.other: data is a path or a list of paths"),
+        (["data.other=1"], "there is no setting data.other: data is a path or a list of paths"),
         (
             ["data.other=1", "data=y"],
             'data="y" would hide data.other: give either a value or a group of keys',

@@ -362,7 +362,7 @@ def test_only_all_parts_of_one_store_are_joined(
     ]
     good(forks.run(*other, "--documents", "--max-tokens", "8", "--part", "2/3"))
     mixed = [parts[0], tmp_path / "other", parts[2]]
-    differ = "differ in their input files, tokenizer, options or number of parts"
+    differ = "differ in their input files, tokenizer, options, number of parts or version of "
     refused(forks.run("preprocess.py", "join", *mixed, *out), differ)
     # the parts of a joined store need not be joined alone
     four: Line = ["join", made[2], whole, "--output", tmp_path / "four"]

@@ -294,8 +294,15 @@ def with_model(meta: dict[str, Any], **changes: Any) -> dict[str, Any]:
     [
         (lambda meta: {**meta, "format": 2}, "is not of format 1, which this version requires"),
         (lambda meta: [meta], "is not of format 1"),
-        (lambda meta: {**meta, "model": {"width": 3}}, "is damaged: unknown key model.width"),
+        (
+            lambda meta: {**meta, "model": {"width": 3}},
+            "is damaged, or a newer version wrote it: unknown key model.width",
+        ),
         (lambda meta: {**meta, "model": None}, "is damaged: "),
+        (
+            lambda meta: {**meta, "head": {"kind": "mlm", "new": 1}},
+            "is damaged, or a newer version wrote it: unknown key head.new",
+        ),
         (lambda meta: with_model(meta, layers=None), "damaged: model.layers=None: input should be"),
         (lambda meta: with_model(meta, layers=10**9), "model.layers=1000000000: input should be l"),
         (

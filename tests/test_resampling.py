@@ -422,7 +422,9 @@ def test_a_script_without_the_package_computes_the_numbers_again(
 
 
 @pytest.mark.slow
-def test_what_a_page_prints_is_computed_again_too(tmp_path: Path, trained: Results) -> None:
+def test_what_a_page_prints_is_computed_again_too(
+    tmp_path: Path, trained: Results, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The words and the verdict of a claim, a number that was deleted, a table, and files that were
     swapped."""
     plan = trained.plan
@@ -459,6 +461,19 @@ def test_what_a_page_prints_is_computed_again_too(tmp_path: Path, trained: Resul
     assert verify(plan.kept).stdout.count("\nDIFFERS      report.results.csv ") == 1
     table.write_text(text)
     assert verify(plan.kept).returncode == 0
+    # a report that lacks scores leaves those that are kept
+    for run in plan.runs("finetune")[:2]:
+        run.proof.rename(run.proof.with_suffix(".aside"))
+    write_report(Results(plan), {}, tmp_path / "report")
+    said = capsys.readouterr()
+    assert f"note: {table} and the claims beside it stay as they are" in said.out + said.err
+    assert (
+        "the scores of 2 runs that this report lacks, such as finetune seed=0"
+        in said.out + said.err
+    )
+    for run in plan.runs("finetune")[:2]:
+        run.proof.with_suffix(".aside").rename(run.proof)
+    assert (table.read_text(), json.loads(path.read_text())["claims"]) == (text, claims)
     one, two = sorted(plan.kept.glob("*.zip"))[:2]
     one.write_bytes(two.read_bytes())
     said = f"DIFFERS      {one.name} holds the results of {two.stem}\n"

@@ -2156,6 +2156,16 @@ def test_stages_of_one_study_share_runs(file: Path, data: Path, tmp_path: Path) 
     finish(plan, lambda seed, start, rate: 0.5 + 0.1 * int(seed))
     results = Results(plan)
     assert [cell.value for cell in results.cells(plan.study.tables[0])[0]] == [50.0, 60.0]
+    # a run is wanted only if one of its names has all levels
+    more = more.replace("vary.what.same", "vary.start.other").replace(
+        'rows = "what"', 'rows = "start"'
+    )
+    file.write_text(text.replace("[[tables]]", more, 1))
+    plan = plan_of(file, tmp_path, data=str(data))
+    plan.restrict({"start": ["pretrained"], "rate": ["high"], "seed": ["0"]})
+    wanted = {"start": "pretrained", "rate": "high", "seed": "0"}
+    assert plan.wanted & {run.key for run in plan.runs("finetune", wanted)}
+    assert not plan.wanted & low
 
 
 def test_a_part_of_a_study_is_run(file: Path, data: Path, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ from xformer.parallel.precision import speed_note
 from xformer.parallel.processes import ALONE, Ranks
 from xformer.prepare import prepare
 from xformer.recipe import Recipe
-from xformer.run import State, _refuse_other_settings, changes
+from xformer.run import State, _refuse_other_settings, changes, completed
 from xformer.setup import rows_per_step
 from xformer.trajectory import Timeline
 
@@ -558,8 +558,20 @@ def test_raised_steps_continue_and_other_settings_are_refused(
     )
     counts = "train.steps=15 is now 0, which counts train.epochs; give the old value again, or ano"
     refused(forks.run(*line, "train.steps=0"), counts)
-    earlier, now = ({"identity": {"train": {"steps": steps}}} for steps in (0, 6))
+    earlier, now = ({"identity": completed({"train": {"steps": steps}})} for steps in (0, 6))
     with pytest.raises(BadInput, match=r"it counted train\.epochs, and now train\.steps=6;"):
+        _refuse_other_settings(run, earlier, now)
+    earlier, now = {"identity": {"loss": {"new": 1}}}, {"identity": completed({})}
+    with pytest.raises(
+        BadInput, match=r"the setting loss\.new, which this version of xformer lacks"
+    ):
+        _refuse_other_settings(run, earlier, now)
+    earlier, now = (
+        {"identity": completed({"masking": {"samples": number}})} for number in (3915, 2840)
+    )
+    with pytest.raises(
+        BadInput, match=r"after about 3,915 rows, and this version .* estimates 2,840:"
+    ):
         _refuse_other_settings(run, earlier, now)
     refused(forks.run(*line, "seed=1", "model.dropout=0"), "seed=0", "model.dropout=0.1")
     refused(forks.run(*line, f"data={data.classes}"), f"data={data.text} is now {data.classes};")

@@ -14,7 +14,7 @@ import json
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -537,7 +537,8 @@ def _read_config(path: Path) -> tuple[ModelConfig, Head | None, tuple[dict[str, 
         history = meta["history"]
     except BadInput as error:
         why = error.lines[0].partition("; did you mean")[0].partition("; --help")[0]
-        raise BadInput(f"{path} is damaged: {why}") from None
+        newer = ", or a newer version wrote it" if why.startswith("unknown key") else ""
+        raise BadInput(f"{path} is damaged{newer}: {why}") from None
     except (KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"{path} is damaged: {error!r}") from None
     if not isinstance(history, list) or not all(isinstance(record, dict) for record in history):
@@ -550,6 +551,8 @@ def _read_config(path: Path) -> tuple[ModelConfig, Head | None, tuple[dict[str, 
 def _head(values: dict[str, Any]) -> Head:
     """The head with these values, which were read from JSON, so that tuples became lists."""
     given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    if unknown := [name for name in given if name not in {field.name for field in fields(Head)}]:
+        raise BadInput(f"unknown key head.{unknown[0]}")
     return Head(**given)
 
 

@@ -62,6 +62,9 @@ def _paths(value: Any, info: ValidationInfo) -> Any:
         if twice := [path for path in value if value.count(path) > 1]:
             raise ValueError(f"{name} names {twice[0]} twice; give each path once")
         return value[0] if len(value) == 1 else tuple(value)
+    if isinstance(value, dict) and value:
+        key = f"{name}.{next(iter(value))}"
+        raise ValueError(f"there is no setting {key}: {name} is a path or a list of paths")
     if not isinstance(value, str | None):
         raise ValueError(f"{name}={_repr(value)[:80]} must be a path or a list of paths")
     return value

@@ -345,6 +345,17 @@ def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any])
     pairs = differences(completed(old["identity"]), new["identity"])
     changed = {name: pair for name, pair in pairs.items() if name not in FREE}
     refused = {name: pair for name, pair in changed.items() if not _longer(name, *pair)}
+    if unknown := [name for name in refused if not _has(new["identity"], name)]:
+        raise BadInput(
+            f"run={path} has the setting {unknown[0]}, which this version of xformer lacks: "
+            "continue it with the version that made it, or give another run="
+        )
+    if changed and set(changed) <= set(SAMPLES):
+        before, now = next(iter(changed.values()))
+        raise BadInput(
+            f"run={path} was to end after about {before:,} rows, and this version of xformer "
+            f"estimates {now:,}: continue it with the version that made it, or give another run="
+        )
     if refused:
         raise BadInput(
             f"run={path} was made with other settings: {changes(refused, old, new)}; "
@@ -413,6 +424,15 @@ def _longer(name: str, old: Any, new: Any) -> bool:
     if name not in ("train.steps", "train.epochs"):
         return False
     return bool(old) and all(isinstance(v, int | float) for v in (old, new)) and new >= old
+
+
+def _has(settings: Any, name: str) -> bool:
+    """Whether settings have a dotted key."""
+    for key in name.split("."):
+        if not isinstance(settings, dict) or key not in settings:
+            return False
+        settings = settings[key]
+    return True
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, Any]:

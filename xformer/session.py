@@ -22,7 +22,7 @@ from xformer.data.batch import Workload
 from xformer.data.display import say_at_once
 from xformer.data.errors import BadInput, Failure, Interrupted
 from xformer.data.files import sync
-from xformer.monitor import Monitor, peak_memory
+from xformer.monitor import Monitor, events, peak_memory
 from xformer.parallel.feed import Step
 from xformer.profile import Profiler
 from xformer.run import SINCE_LOG, Run, State
@@ -316,6 +316,16 @@ def announce_changes(setup: Setup, run: Run, state: State, monitor: Monitor) -> 
         monitor.say(
             f"since the last start: {', '.join(differing)}; results may not be bit-identical to "
             "those of an uninterrupted run"
+        )
+    begun = next((event["steps"] for event in events(run.path, "start")), 0)
+    same = all(
+        setup.recipe.train.epochs == start["config"]["train"].get("epochs") for start in run.starts
+    )
+    if same and not setup.recipe.train.steps and begun not in (0, setup.planned_steps):
+        monitor.say(
+            f"at its start this run was planned with {begun:,} steps, and now with "
+            f"{setup.planned_steps:,}, because this version estimates the rows of a step "
+            "otherwise: a warm-up or a decay in steps is another part of the run now"
         )
     before, now = earlier["config"]["train"], setup.recipe.train
     name = "steps" if now.steps else "epochs"

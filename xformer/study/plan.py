@@ -189,7 +189,12 @@ class Plan:
                     f"only.{factor}={unknown[0]}: its levels are {', '.join(known)}"
                     f"{several if ',' in unknown[0] else ''}"
                 )
-            self.wanted &= {w.key for w in every if w.levels.get(factor, levels[0]) in levels}
+        # stages may share a run: it must have all levels under one of its names
+        self.wanted &= {
+            job.key
+            for job in every
+            if all(job.levels.get(factor, some[0]) in some for factor, some in only.items())
+        }
 
     def missing(self) -> dict[str, Need]:
         """The needs that some job waits for and that are not there."""

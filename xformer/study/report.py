@@ -20,6 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template, sel
 
 from xformer.config import toml_text
 from xformer.data import style
+from xformer.data.display import many, say
 from xformer.data.errors import typed
 from xformer.data.files import make_directory, write_text
 from xformer.study import headline, sections
@@ -35,6 +36,7 @@ from xformer.study.results import (
     made_again,
     mean_line,
     state_of,
+    with_scores,
     write_csv,
 )
 from xformer.study.sections import Section
@@ -190,8 +192,9 @@ def printed(results: Results, report: Report) -> str:
 
 def _keep(report: Report, kept: Path | None, directory: Path) -> None:
     """Write the numbers of the claims with their sources into the directory of the report. Copy
-    them and results.csv to the kept results if there are any. A report without numbers of claims
-    removes those of an earlier report."""
+    them and results.csv to the kept results if there are any, unless the kept ones have scores of
+    runs that this report lacks. A report without numbers of claims removes those of an earlier
+    report."""
     if report.claims:
         text = ",\n".join(map(json.dumps, report.claims))
         write_text(directory / CLAIMS, f'{{"claims": [\n{text}\n]}}\n')
@@ -199,6 +202,14 @@ def _keep(report: Report, kept: Path | None, directory: Path) -> None:
         (directory / CLAIMS).unlink(missing_ok=True)
     if kept is not None:
         make_directory(kept, "kept=")
+        table = kept / f"{directory.name}.results.csv"
+        known, now = with_scores(table), with_scores(directory / "results.csv")
+        if lost := [run for run, has_scores in now.items() if known.get(run) and not has_scores]:
+            say(
+                f"note: {table} and the claims beside it stay as they are: they have the scores of "
+                f"{many(len(lost), 'run')} that this report lacks, such as {lost[0]}"
+            )
+            return
         for name in ("results.csv", CLAIMS):
             copy = kept / f"{directory.name}.{name}"
             if (directory / name).is_file():

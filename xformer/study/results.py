@@ -513,6 +513,14 @@ def write_csv(path: Path, results: Results, outcomes: dict[str, Outcome]) -> Non
     path.write_text(text.getvalue(), encoding="utf-8")
 
 
+def with_scores(table: Path) -> dict[str, bool]:
+    """Whether each run of a results.csv has scores, by name; {} if there is no such file."""
+    if not table.is_file():
+        return {}
+    with table.open(encoding="utf-8", newline="") as file:
+        return {row.get("run", ""): bool(row.get("value")) for row in csv.DictReader(file)}
+
+
 def reruns(todo: Iterable[Job], directory: Path) -> dict[str, str]:
     """Why runs must be made again, by key: the settings that differ from those of the run that has
     the same name in the last report, which is in a directory."""
