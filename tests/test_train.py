@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -540,6 +541,30 @@ def by_row(batch: Batch[np.ndarray]) -> dict[int, tuple[list[int], ...]]:
 
 
 # ------------------------------------------------------------------- what may change, what not
+
+
+def test_a_run_of_a_version_that_estimated_its_steps_otherwise(
+    forks: Forks, data: Toys, tmp_path: Path
+) -> None:
+    """With batch.tokens the number of steps in an epoch is an estimate, and so is the place where a
+    warm-up in steps ends."""
+    run = tmp_path / "run"
+    options = ["train.steps=0", "train.epochs=4", "batch.tokens=150", "train.checkpoint_every=2"]
+    line = training(SMOKE, data.text, run, *options, "train.select=last")
+    killer = AT_STEP.format(step="(done if self.step == 5 else -1)", signal="SIGKILL", ranks="0")
+    assert forks.run(*line, before=killer).status == -signal.SIGKILL
+    text = (run / "log.jsonl").read_text()
+    planned = re.findall(r'"steps": (\d+)', text)
+    assert len(planned) == 1
+    other = text.replace(f'"steps": {planned[0]}', '"steps": 1234')
+    words = f"was planned with 1,234 steps, and now with {int(planned[0]):,}, because this version"
+    (run / "log.jsonl").write_text(other)
+    shutil.copytree(run, tmp_path / "copy")
+    assert words in good(forks.run(*line)).err
+    shutil.rmtree(run)
+    (tmp_path / "copy").rename(run)
+    (run / "log.jsonl").write_text(text)
+    assert "was planned with" not in good(forks.run(*line)).err
 
 
 def test_raised_steps_continue_and_other_settings_are_refused(

@@ -317,7 +317,7 @@ def announce_changes(setup: Setup, run: Run, state: State, monitor: Monitor) -> 
             f"since the last start: {', '.join(differing)}; results may not be bit-identical to "
             "those of an uninterrupted run"
         )
-    begun = next((event["steps"] for event in events(run.path, "start")), 0)
+    begun = next((event.get("steps", 0) for event in events(run.path, "start")), 0)
     same = all(
         setup.recipe.train.epochs == start["config"]["train"].get("epochs") for start in run.starts
     )

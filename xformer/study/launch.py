@@ -77,11 +77,16 @@ def prepare(job: Job) -> None:
     if job.done and not job.whole:
         discard(job)
     if job.recipe is not None:
-        job.path.parent.mkdir(parents=True, exist_ok=True)
-        text = f"# {job.name}\n{toml_text(job.recipe)}"
-        job.path.with_suffix(".toml").write_text(text, encoding="utf-8")
+        write_recipe(job)
     elif job.stage:
         job.path.mkdir(parents=True, exist_ok=True)
+
+
+def write_recipe(job: Job) -> None:
+    """Write the recipe of a run beside its directory."""
+    job.path.parent.mkdir(parents=True, exist_ok=True)
+    text = f"# {job.name}\n{toml_text(job.recipe)}"
+    job.path.with_suffix(".toml").write_text(text, encoding="utf-8")
 
 
 def discard(job: Job) -> None:

@@ -40,7 +40,7 @@ from xformer.data.files import (
 )
 from xformer.monitor import events
 from xformer.predictions import FOLDER, read
-from xformer.study.launch import BAD, WARNINGS, Outcome, warnings_of
+from xformer.study.launch import BAD, WARNINGS, Outcome, warnings_of, write_recipe
 from xformer.study.plan import UNPACKED, Job, Plan
 from xformer.study.spec import (
     RESERVED,
@@ -596,7 +596,9 @@ class Ledger:
             for name, content in _read_zip(path).items():
                 make_directory((directory / name).parent)
                 (directory / name).write_bytes(content)
-            if job.recipe is None:
+            if job.recipe is not None:
+                write_recipe(job)
+            else:
                 (directory / UNPACKED).touch()
                 proof = directory / job.proof.relative_to(job.path)
                 if (ended := directory / ENDED).is_file():
