@@ -84,6 +84,7 @@ def prepare(job: Job) -> None:
 
 def write_recipe(job: Job) -> None:
     """Write the recipe of a run beside its directory."""
+    assert job.recipe is not None
     job.path.parent.mkdir(parents=True, exist_ok=True)
     text = f"# {job.name}\n{toml_text(job.recipe)}"
     job.path.with_suffix(".toml").write_text(text, encoding="utf-8")
