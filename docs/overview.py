@@ -50,7 +50,11 @@ def machines_of(table: Path) -> Iterator[str]:
         keys = {row["key"]: None for row in csv.DictReader(file) if row["value"]}
     machines = Counter[str]()
     for key in keys:
-        with zipfile.ZipFile(table.with_name(f"{key}.zip")) as file:
+        kept = table.with_name(f"{key}.zip")
+        if not kept.is_file():
+            machines["not kept"] += 1
+            continue
+        with zipfile.ZipFile(kept) as file:
             if "config.json" not in file.namelist():  # an analysis
                 machines["not recorded (analyses)"] += 1
                 continue

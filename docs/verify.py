@@ -341,6 +341,8 @@ def of_table(path: Path, known: Known) -> list[str]:
         for of, value in pairs
         if of in known and not np.isclose(value, known[of][0], rtol=1e-6, atol=1e-9)
     ]
+    if wrong:
+        return wrong
     words = [known[of][1] for of, _ in pairs if of in known]
     counts = [(word, words.count(word)) for word in (AGREES, MEASURED)]
     again = [say(word, f"{path.name}: {n} scores") for word, n in counts if n]
@@ -348,7 +350,7 @@ def of_table(path: Path, known: Known) -> list[str]:
         again.append(
             say_open(f"{path.name}: {len(lost)} scores", path.parent, {o[0] for o in lost})
         )
-    return wrong or again
+    return again
 
 
 def of_zip(path: Path, known: Known) -> list[str]:

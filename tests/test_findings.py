@@ -62,7 +62,7 @@ HOLD: dict[str, tuple[str, list[str]]] = {
     "The same on prot": ("kao2021-figure2-full", ["the pre-trained encoder beats", "local"]),
     "The same on music": ("kao2021-figure2-mini", ["the pre-trained encoder", "every kind"]),
     "Tokens that": ("kao2021-mappings-full", ["random mappings"]),
-    "With fresh word": ("kao2021-figure2-full", ["fresh word embeddings"]),
+    "Fresh word": ("kao2021-figure2-full", ["fresh word embeddings"]),
     "With 1 %": ("kao2021-one-percent-full", ["permuted STS-B"]),
     "Adam is": ("kao2021-optimizers-mini", ["at 1e-4 Adam"]),
     "A text encoder": ("kao2021-inside-mini", ["than like a random model"]),

@@ -468,6 +468,15 @@ def test_what_a_page_prints_is_computed_again_too(
     printed = "".join(capsys.readouterr())
     assert f"note: {table} and the claims beside it stay as they are" in printed
     assert "scores of 2 runs that this report lacks, such as finetune seed=0" in printed
+    table.write_text(text.replace("finetune seed=", "finetune of seed="))  # of another plan
+    write_report(Results(plan), {}, tmp_path / "report")
+    assert f"{table} and the claims beside it stay as they are" in "".join(capsys.readouterr())
+    table.write_text("\ufffe no table\n")
+    with pytest.raises(
+        BadInput, match=r"results\.csv is no table of scores; restore it, or delete it"
+    ):
+        write_report(Results(plan), {}, tmp_path / "report")
+    table.write_text(text)
     for run in plan.runs("finetune")[:2]:
         run.proof.with_suffix(".aside").rename(run.proof)
     assert (table.read_text(), json.loads(path.read_text())["claims"]) == (text, claims)

@@ -1627,9 +1627,12 @@ where = { side = "right" }
     for job in plan.runs("look"):
         job.path.mkdir(parents=True)
         job.proof.write_text('{"metrics": {}}')
-    for job in plan.runs("look"):
+    (plan.runs("look")[0].path / "look.svg").write_text("<svg/>")  # at another level
+    for job in plan.runs("look", {"side": "right"}):
         (job.path / "look.svg").write_text("<svg/>")
-        ledger.keep(job, again=False)
+    for job in plan.jobs.values():  # as a study keeps them
+        if job.stage == "look":
+            ledger.keep(job, again=False)
     with_picture = [
         (job.levels["seed"], job.levels["side"])
         for job in plan.runs("look")
@@ -2180,6 +2183,7 @@ def test_a_part_of_a_study_is_run(file: Path, data: Path, tmp_path: Path) -> Non
         ({"begin": ["x"]}, "only.begin: .* has no such factor"),
         ({"start": ["scratched"]}, "only.start=scratched: its levels are pretrained, scratch"),
         ({"start": []}, r"only.start=\[\] leaves nothing to run"),
+        ({"rate": ["low"], "seed": ["7"]}, "only.seed=7: its levels are 0, 1"),
         (
             {"start": ["[pretrained,scratch]"]},
             r"only\.start=\[pretrained,scratch\].*; for several, write",

@@ -595,10 +595,13 @@ def test_raised_steps_continue_and_other_settings_are_refused(
         {"identity": completed({"masking": {"samples": number}})} for number in (3915, 2840)
     )
     with pytest.raises(
-        BadInput, match=r"after about 3,915 rows, and this version .* estimates 2,840:"
+        BadInput, match=r"after about 3915 rows, and this version .* estimates 2840:"
     ):
         _refuse_other_settings(run, earlier, now)
     refused(forks.run(*line, "seed=1", "model.dropout=0"), "seed=0", "model.dropout=0.1")
+    earlier, now = ({"identity": {"seed": {"all": 0, key: 3}}} for key in ("order", "masks"))
+    with pytest.raises(BadInput, match=r"was made with other settings: seed\.order=3 is now None"):
+        _refuse_other_settings(run, earlier, now)
     refused(forks.run(*line, f"data={data.classes}"), f"data={data.text} is now {data.classes};")
     assert good(forks.run(*line, "system.precision=bf16", "train.log_every=4")).out == ""
     assert snapshot(run) == before

@@ -345,16 +345,16 @@ def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any])
     pairs = differences(completed(old["identity"]), new["identity"])
     changed = {name: pair for name, pair in pairs.items() if name not in FREE}
     refused = {name: pair for name, pair in changed.items() if not _longer(name, *pair)}
-    if unknown := [name for name in refused if not _has(new["identity"], name)]:
+    if unknown := [name for name in refused if not _is_setting(name)]:
         raise BadInput(
             f"run={path} has the setting {unknown[0]}, which this version of xformer lacks: "
             "continue it with the version that made it, or give another run="
         )
-    if changed and set(changed) <= set(SAMPLES):
+    if changed and changed.keys() <= SAMPLES.keys():
         before, now = next(iter(changed.values()))
         raise BadInput(
-            f"run={path} was to end after about {before:,} rows, and this version of xformer "
-            f"estimates {now:,}: continue it with the version that made it, or give another run="
+            f"run={path} was to end after about {before} rows, and this version of xformer "
+            f"estimates {now}: continue it with the version that made it, or give another run="
         )
     if refused:
         raise BadInput(
@@ -426,9 +426,13 @@ def _longer(name: str, old: Any, new: Any) -> bool:
     return bool(old) and all(isinstance(v, int | float) for v in (old, new)) and new >= old
 
 
-def _has(settings: Any, name: str) -> bool:
-    """Whether settings have a dotted key."""
-    for key in name.split("."):
+def _is_setting(name: str) -> bool:
+    """Whether this version has the setting of a run's identity."""
+    settings: Any = Recipe(data="-", run="-", head="mlm").model_dump(mode="json")
+    first, *others = name.split(".")
+    if name in SAMPLES or first == "seed":  # seeds may be one number, or several with names
+        return True
+    for key in (first, *others):
         if not isinstance(settings, dict) or key not in settings:
             return False
         settings = settings[key]

@@ -195,6 +195,9 @@ class Plan:
             for job in every
             if all(job.levels.get(factor, some[0]) in some for factor, some in only.items())
         }
+        if only and not self.wanted:
+            given = " ".join(f"only.{factor}={','.join(levels)}" for factor, levels in only.items())
+            raise BadInput(f"{given}: {self.study.path} has no run with all of these levels")
 
     def missing(self) -> dict[str, Need]:
         """The needs that some job waits for and that are not there."""

@@ -204,10 +204,12 @@ def _keep(report: Report, kept: Path | None, directory: Path) -> None:
         make_directory(kept, "kept=")
         table = kept / f"{directory.name}.results.csv"
         known, now = with_scores(table), with_scores(directory / "results.csv")
-        if lost := [run for run, has_scores in now.items() if known.get(run) and not has_scores]:
+        lost = [run for run, scored in known.items() if scored and not now.get(run)]
+        if lost and not all(now.values()):
             say(
                 f"note: {table} and the claims beside it stay as they are: they have the scores of "
-                f"{many(len(lost), 'run')} that this report lacks, such as {lost[0]}"
+                f"{many(len(lost), 'run')} that this report lacks, such as {lost[0]}; delete the "
+                "table to replace it"
             )
             return
         for name in ("results.csv", CLAIMS):

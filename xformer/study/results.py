@@ -421,13 +421,14 @@ class Results:
                 panels.append(Panel(level, f"{prefix}{name}", drawn))
         return panels
 
-    def picture(self, picture: Picture) -> tuple[Job, Path] | None:
-        """The first finished run that drew the figure, and that figure; None if there is none."""
-        for job in self.plan.runs(picture.stage, picture.where):
-            path = job.path / picture.file
-            if job.done and path.is_file():
-                return job, path
-        return None
+
+def drawn_first(plan: Plan, picture: Picture) -> tuple[Job, Path] | None:
+    """The first finished run that drew the figure, and that figure; None if there is none."""
+    for job in plan.runs(picture.stage, picture.where):
+        path = job.path / picture.file
+        if job.done and path.is_file():
+            return job, path
+    return None
 
 
 def mean_line(name: str, runs: Sequence[Job], event: str, value: str) -> Line | None:
@@ -517,8 +518,11 @@ def with_scores(table: Path) -> dict[str, bool]:
     """Whether each run of a results.csv has scores, by name; {} if there is no such file."""
     if not table.is_file():
         return {}
-    with table.open(encoding="utf-8", newline="") as file:
-        return {row.get("run", ""): bool(row.get("value")) for row in csv.DictReader(file)}
+    try:
+        with table.open(encoding="utf-8", newline="") as file:
+            return {row["run"]: bool(row["value"]) for row in csv.DictReader(file)}
+    except (UnicodeDecodeError, csv.Error, KeyError):
+        raise BadInput(f"{table} is no table of scores; restore it, or delete it") from None
 
 
 def reruns(todo: Iterable[Job], directory: Path) -> dict[str, str]:
@@ -636,8 +640,8 @@ class Ledger:
             paths += [job.path / name for name in OF_A_RUN]
             paths += (job.path / FOLDER).rglob("*")
         for picture in self.plan.study.pictures:
-            finished = (run for run in self.plan.runs(picture.stage, picture.where) if run.done)
-            if next(finished, None) is job:  # the report shows that of the first
+            drawn = drawn_first(self.plan, picture)
+            if drawn is not None and drawn[0].key == job.key:  # the report shows it
                 shown = job.path / picture.file
                 paths += [shown, shown.with_name(f"{shown.stem}-dark.svg")]
         files = [path for path in paths if path.is_file()]

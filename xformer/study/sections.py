@@ -24,6 +24,7 @@ from xformer.study.results import (
     Panel,
     Results,
     Sample,
+    drawn_first,
 )
 from xformer.study.sides import Sides
 from xformer.study.spec import (
@@ -546,7 +547,7 @@ def of_curves(curves: Curves, panels: list[Panel], notes: Notes) -> Section:
 
 
 def of_picture(results: Results, picture: Picture, notes: Notes) -> Iterator[Section]:
-    if drawn := results.picture(picture):
+    if drawn := drawn_first(results.plan, picture):
         job, path = drawn
         dark = path.with_name(f"{path.stem}-dark.svg")
         images = (_data(path), _data(dark) if dark.is_file() else "")
