@@ -515,14 +515,15 @@ def write_csv(path: Path, results: Results, outcomes: dict[str, Outcome]) -> Non
 
 
 def with_scores(table: Path) -> dict[str, bool]:
-    """Whether each run of a results.csv has scores, by name; {} if there is no such file."""
+    """Whether each run of a results.csv has scores, by name; {} if there is no such file, or none
+    that can be read."""
     if not table.is_file():
         return {}
     try:
         with table.open(encoding="utf-8", newline="") as file:
             return {row["run"]: bool(row["value"]) for row in csv.DictReader(file)}
     except (UnicodeDecodeError, csv.Error, KeyError):
-        raise BadInput(f"{table} is no table of scores; restore it, or delete it") from None
+        return {}
 
 
 def reruns(todo: Iterable[Job], directory: Path) -> dict[str, str]:
