@@ -489,12 +489,12 @@ def test_a_listing_shows_the_programs_of_others(file: Path, data: Path, tmp_path
         (
             "vary.seed = [0, 1]",
             "vary.a.one = { data.fraction = 0.1 }",
-            "stages.finetune: data={'fraction': 0.1} must be a path or a list of paths",
+            "stages.finetune: there is no setting data.fraction: data is a path or a list of paths",
         ),
         (
             'settings.data = "{made.task}"',
             "settings.data.store = '{made.task}'",
-            "must be a path or a list of paths",
+            "there is no setting data.store: data is a path or a list of paths",
         ),
         ('columns = "rate"', 'columns = "metric"', 'columns="metric" needs metric.NAME=METRIC'),
         (
