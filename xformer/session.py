@@ -318,10 +318,10 @@ def announce_changes(setup: Setup, run: Run, state: State, monitor: Monitor) -> 
             "those of an uninterrupted run"
         )
     begun = next((event.get("steps", 0) for event in events(run.path, "start")), 0)
-    same = all(
+    same_length = all(
         setup.recipe.train.epochs == start["config"]["train"].get("epochs") for start in run.starts
     )
-    if same and not setup.recipe.train.steps and begun not in (0, setup.planned_steps):
+    if same_length and not setup.recipe.train.steps and begun not in (0, setup.planned_steps):
         monitor.say(
             f"at its start this run was planned with {begun:,} steps, and now with "
             f"{setup.planned_steps:,}, because this version estimates the rows of a step "

@@ -515,8 +515,8 @@ def write_csv(path: Path, results: Results, outcomes: dict[str, Outcome]) -> Non
 
 
 def with_scores(table: Path) -> dict[str, bool]:
-    """Whether each run of a results.csv has scores, by name; {} if there is no such file, or none
-    that can be read."""
+    """Whether each run of a results.csv has scores, by name. A file that is missing or damaged has
+    none: {}."""
     if not table.is_file():
         return {}
     try:
