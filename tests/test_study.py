@@ -42,7 +42,7 @@ from xformer.run import in_use
 from xformer.study import claims, headline, pool
 from xformer.study.__main__ import execute, listing
 from xformer.study.__main__ import main as study_main
-from xformer.study.claims import holm, paired_test, verdicts
+from xformer.study.claims import holm, paired_test, published_difference, verdicts
 from xformer.study.costs import Costs
 from xformer.study.figures import curves_figure, table_figure
 from xformer.study.forecast import Forecast
@@ -52,6 +52,7 @@ from xformer.study.plan import Digests, Job, Plan, to_do
 from xformer.study.progress import StudyProgress, newest_numbers
 from xformer.study.reading import PARTS, keys_text, read_study
 from xformer.study.report import build_report, latex, render, write_report
+from xformer.study.resampling import Shares
 from xformer.study.results import (
     Cell,
     Ledger,
@@ -63,6 +64,7 @@ from xformer.study.results import (
     write_csv,
 )
 from xformer.study.sections import Entry, Grid, Section, drawing
+from xformer.study.sides import Sides
 from xformer.study.slurm import Slurm
 from xformer.study.spec import Claim, Published, ScoreTable
 
@@ -618,11 +620,18 @@ def test_a_study_that_makes_no_sense_is_refused(
     assert not (tmp_path / "studies").exists()
 
 
-def test_no_claim_names_a_mean_of_columns(file: Path, tmp_path: Path) -> None:
-    pairs = ('columns = "rate"', 'columns = "rate"\nmeans.both = ["low", "high"]')
-    sides = ('than.start = "scratch"', 'than = { start = "scratch", rate = "both" }')
-    with pytest.raises(BadInput, match="both is a mean of columns, which no claim can name"):
-        plan_of(changed(file, pairs, sides), tmp_path)
+def test_a_mean_of_columns_that_the_scale_lacks_is_refused(file: Path, tmp_path: Path) -> None:
+    changed(
+        file,
+        ('columns = "rate"', 'columns = "rate"\nmeans.both = ["low", "high"]'),
+        ("vary.rate.high", "vary.rate.middle = { optim.lr = 1e-4 }\nvary.rate.high"),
+        ('than.start = "scratch"\neach = "rate"', 'than = { start = "scratch", rate = "both" }'),
+        ('better.start = "pretrained"', 'better = { start = "pretrained", rate = "both" }'),
+    )
+    plan_of(file, tmp_path)
+    changed(file, ("[scales.mini]", '[scales.mini]\nlevels.rate = ["middle"]'))
+    with pytest.raises(BadInput, match="there is no 'both'"):
+        plan_of(file, tmp_path)
 
 
 def test_a_claim_about_scores_and_losses_is_refused(file: Path, tmp_path: Path) -> None:
@@ -2272,6 +2281,82 @@ def test_a_claim_may_compare_what_its_table_leaves_out(
     finish(plan, lambda seed, start, rate: 0.5 + 0.01 * int(seed) * (1 + (start != "scratch")))
     means = [difference.mean for _, difference, _ in verdicts(Results(plan))[0].parts]
     assert means == pytest.approx([1.5, 1.5])
+
+
+def test_a_claim_may_name_a_mean_of_columns(file: Path, data: Path, tmp_path: Path) -> None:
+    """Every column has the same weight, however many runs it has. A seed counts if it has them
+    all."""
+    draws = "vary.draw = { a = {}, b = { optim.warmup = 1 } }"
+    changed(
+        file,
+        ("vary.seed = [0, 1]", f"vary.seed = [0, 1, 2, 3]\n{draws}"),
+        ("vary.rate.low", 'without = [{ rate = "high", draw = "b" }]\nvary.rate.low'),
+        ("vary.rate.high", "vary.rate.middle = { optim.lr = 1e-4 }\nvary.rate.high"),
+        ('columns = "rate"', 'columns = "rate"\nmeans.both = ["low", "high"]'),
+        ('rows.none = [50.0, ""]', "rows.none = [40.0, 79.0]"),
+        ('better.start = "pretrained"', 'better = { start = "pretrained", rate = "both" }'),
+        ('than.start = "scratch"\neach = "rate"', 'than = { start = "scratch", rate = "both" }'),
+    )
+    plan = plan_of(file, tmp_path, data=str(data))
+    gains = {"low": 0.1, "high": 0.2, "middle": 0.4}
+
+    def accuracy(seed: str, start: str, rate: str, draw: str) -> float | None:
+        if seed == "3" and rate == "high":
+            return None
+        return 0.3 + (gains[rate] + 0.01 * int(seed)) * (start == "pretrained")
+
+    finish(plan, accuracy)
+    results = Results(plan)
+    (verdict,) = verdicts(results)
+    ((_, difference, _),) = verdict.parts
+    assert difference.each == pytest.approx([15, 16, 17])
+    assert published_difference(results, verdict, "") == pytest.approx((50 + 99 - 40 - 79) / 2)
+    cells = results.cells(plan.study.tables[0])
+    assert [cell.column for cell in cells[0]] == ["low", "middle", "high", "both"]
+    assert cells[0][3].sample is not None
+    assert cells[0][3].sample.scores == pytest.approx((45, 46, 47))
+    shares = Shares(results)
+    pairs = shares.pairs(verdict.table, *verdict.claim.sides())
+    terms = [shares.terms(pair) for pair in pairs.values()]
+    assert all(sum(weight for weight, *_ in of_seed) == pytest.approx(0) for of_seed in terms)
+    assert sorted(abs(weight) for weight, *_ in terms[0]) == [25] * 4 + [50] * 2
+
+
+def test_a_claim_may_name_a_mean_of_metrics(file: Path, data: Path, tmp_path: Path) -> None:
+    changed(
+        file,
+        ("vary.seed = [0, 1]", "vary.seed = [0, 1, 2]"),
+        (
+            'columns = "rate"',
+            'columns = "metric"\nmetric = { x = "accuracy", y = "accuracy", z = "f1" }\n'
+            'means.both = ["x", "y"]',
+        ),
+        ('better.start = "pretrained"', 'better = { start = "pretrained", metric = "both" }'),
+        ('than.start = "scratch"', 'than = { start = "scratch", metric = "both" }'),
+        ('columns = ["low", "high"]', 'columns = ["x", "y"]'),
+    )
+    plan = plan_of(file, tmp_path, data=str(data))
+    finish(plan, lambda seed, start, rate: 0.5 + 0.01 * int(seed) * (1 + (start == "pretrained")))
+    (verdict,) = verdicts(Results(plan))
+    assert [part.difference.each for part in verdict.parts] == [pytest.approx([0, 1, 2])] * 2
+    assert Sides(Forecast(plan)).words(verdict.claim) == "surgery (none; clean)"
+
+
+def test_a_claim_of_a_mean_needs_the_seeds_of_each_column(file: Path, tmp_path: Path) -> None:
+    changed(
+        file,
+        ("vary.seed = [0, 1]", 'vary.seed = [0, 1]\nwithout = [{ rate = "high", seed = "1" }]'),
+        ('columns = "rate"', 'columns = "rate"\nmeans.both = ["low", "high"]'),
+        ('better.start = "pretrained"', 'better = { start = "pretrained", rate = "both" }'),
+        ('than.start = "scratch"\neach = "rate"', 'than = { start = "scratch", rate = "both" }'),
+        (
+            "[scales.mini]",
+            "[scales.mini.registration]\nseeds.seed = 2\nunit = 'a run'\nextension = 'none'\n"
+            "[scales.mini]",
+        ),
+    )
+    with pytest.raises(BadInput, match=r"registration\.seeds\.seed=2, but .* has 1 levels of it"):
+        plan_of(file, tmp_path)
 
 
 def test_a_seed_is_one_replicate(file: Path, data: Path, tmp_path: Path) -> None:

@@ -261,13 +261,13 @@ def published_difference(results: Results, verdict: Verdict, level: str) -> floa
     compares something that the table does not show."""
     study, table, means = results.study, verdict.table, []
     for side in verdict.claim.sides(level):
-        others = side.keys() - {table.rows, table.columns}
+        parts, others = study.parts(table, side), side.keys() - {table.rows, table.columns}
         if table.published is None or table.show != "mean":
             return None
         if any(table.where.get(f) != side[f] for f in others):
             return None
         rows, columns = (
-            [side[factor]] if factor in side else study.levels_of(table)[factor]
+            {part[factor] for part in parts} if factor in side else study.levels_of(table)[factor]
             for factor in (table.rows, table.columns)
         )
         numbers = [results.published(table, row, column) for row in rows for column in columns]

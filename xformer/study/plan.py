@@ -218,6 +218,13 @@ class Plan:
         every = self._staged.get(stage, {}).values()
         return [job for job in every if (at or {}).items() <= job.levels.items()]
 
+    def runs_of(self, table: ScoreTable, side: Levels) -> Iterator[tuple[Job, Levels]]:
+        """The runs of one side of a claim, in order, each with its levels. In a mean of metrics a
+        run comes once for each."""
+        for part in self.study.parts(table, side):
+            for job in self.runs(table.stage, table.at(part)):
+                yield job, {**job.levels, **part}
+
     def shown_in(self, table: ScoreTable) -> Iterator[tuple[Job, str]]:
         """The runs of a table that have a recipe, with the metrics that it reads of each. What a
         command leaves in its result is not known."""
@@ -323,7 +330,9 @@ class Plan:
     def _directions_of(self, claim: Claim) -> set[int]:
         """HIGHER, LOWER or both: what is better of the scores that a claim compares."""
         table = self.study.table(claim.table)
-        own = {side.get(table.columns) for side in claim.sides("")} - {None, ""}
+        sides = claim.sides("")
+        parts = [part for side in sides for part in self.study.parts(table, side)]
+        own = {part.get(table.columns) for part in parts} - {None, ""}
         directions = self._directions(table).items()
         return {better for column, better in directions if column in own or not own}
 
@@ -376,9 +385,11 @@ class Plan:
         table = self.study.table(claim.table)
 
         def keys(side: Levels) -> set[str]:
-            return {job.key for job in self.runs(table.stage, table.at(side))}
+            return {job.key for job, _ in self.runs_of(table, side)}
 
-        named = {side[METRIC] for side in (claim.better, claim.than) if METRIC in side}
+        sides = (claim.better, claim.than)
+        parts = [part for side in sides for part in self.study.parts(table, side)]
+        named = {part[METRIC] for part in parts if METRIC in part}
         metrics = {table.source_of(column)[1] for column in named}
         trained = all(job.recipe is not None for job in self.runs(table.stage, table.where))
         if trained and len(metrics) > 1 and not table.minus:  # numbers of an analysis may be alike

@@ -457,14 +457,12 @@ def _bad_claim(study: Study, claim: Claim) -> Iterator[str]:
     each = [claim.each] if claim.each else []
     lines = [*_unknown(dict.fromkeys((*claim.better, *claim.than, *each)), levels)]
     for factor, level in (pair for side in sides for pair in side.items()):
-        if factor == table.columns and level in table.means:
-            lines.append(f"{level} is a mean of columns, which no claim can name")
-        else:
-            unknown = [*_unknown([level], levels.get(factor, (level,)))]
-            varied = [stage.vary.get(factor, ()) for stage in study.stages.values()]
-            if unknown and factor in study.levels and level in {str(v) for v in chain(*varied)}:
-                unknown = [f"levels.{factor} leaves out {level!r}"]
-            lines += unknown
+        means = study.means(table) if factor == table.columns else {}
+        unknown = [*_unknown([level], (*levels.get(factor, (level,)), *means))]
+        varied = [stage.vary.get(factor, ()) for stage in study.stages.values()]
+        if unknown and factor in study.levels and level in {str(v) for v in chain(*varied)}:
+            unknown = [f"levels.{factor} leaves out {level!r}"]
+        lines += unknown
     needed = study.registration.seeds if study.registration is not None else {}
     factors = study.factors(table.stage)
     wrong = [f"registration.seeds: {line}" for line in _unknown(needed, factors)]
@@ -533,16 +531,17 @@ def _bad_seeds(
 def _unpaired(study: Study, table: ScoreTable, claim: Claim) -> str:
     """Levels over which only one side of a claim is averaged, or "". A replicate, or a level of
     `each`, that only one side has does not count, because it is not compared."""
-    over: list[dict[tuple[str, ...], set[str]]] = []  # by replicate and level of `each`
+    over: list[dict[tuple[object, ...], set[str]]] = []  # by part, replicate, level of `each`
     for side in (claim.better, claim.than):
-        fixed = table.at(side)
         own = replicate_factors(study, table, (*side, claim.each))
         own += [claim.each] if claim.each not in ("", METRIC) else []
         over.append({})
-        for levels in study.combinations(table.stage, fixed):
-            rest = [f"{f}={v}" for f, v in levels.items() if f not in (*own, *fixed)]
-            key = tuple(levels[factor] for factor in own)
-            over[-1].setdefault(key, set()).add(", ".join(rest))
+        for number, part in enumerate(study.parts(table, side)):
+            fixed = table.at(part)
+            for levels in study.combinations(table.stage, fixed):
+                rest = [f"{f}={v}" for f, v in levels.items() if f not in (*own, *fixed)]
+                key = (number, *(levels[factor] for factor in own))
+                over[-1].setdefault(key, set()).add(", ".join(rest))
     ours, theirs = over
     alone = (ours[key] ^ theirs[key] for key in ours.keys() & theirs.keys())
     return min(set().union(*alone), default="")

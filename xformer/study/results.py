@@ -225,9 +225,9 @@ class Results:
         level overrides the table's `where`, so claims can compare levels that it does not show."""
         minus = list(self.study.factors(table.minus)) if table.minus else []
         bases = {tuple(job.levels.values()): job for job in self.plan.runs(table.minus)}
-        for job in self.plan.runs(table.stage, table.at(wanted)):
+        for job, levels in self.plan.runs_of(table, wanted):
             base = bases.get(tuple(job.levels[factor] for factor in minus))
-            for column in self.study.columns_of(table, {**job.levels, **wanted}):
+            for column in self.study.columns_of(table, levels):
                 value = self._score(job, table, column)
                 learnt = value is None or value > self._floor(job, table, column)
                 if table.minus and value is not None:
@@ -275,8 +275,12 @@ class Results:
     def replicates(self, table: ScoreTable, wanted: Levels) -> dict[Replicate, Any]:
         """Scores of the runs at these levels by seed, averaged over everything else. If no factor
         is called `seed`, each combination of the levels of the remaining factors (all but rows,
-        columns and those of `wanted`) takes the place of a seed."""
-        return self.by_levels(table, wanted, replicate_factors(self.study, table, wanted))
+        columns and those of `wanted`) takes the place of a seed. Of a mean of columns these are the
+        seeds that have scores in each column."""
+        factors = replicate_factors(self.study, table, wanted)
+        parts = [self.by_levels(table, at, factors) for at in self.study.parts(table, wanted)]
+        seeds = [seed for seed in parts[0] if all(seed in part for part in parts)]
+        return {seed: mean_of([part[seed] for part in parts]) for seed in seeds}
 
     def by_levels(
         self, table: ScoreTable, wanted: Levels, factors: Sequence[str]
@@ -289,34 +293,18 @@ class Results:
             groups.setdefault(key, []).append(score.value)
         return {k: mean_of(whole) for k, values in groups.items() if (whole := _whole(values))}
 
-    def of_cell(self, table: ScoreTable, row: str, columns: Sequence[str]) -> list[Any]:
-        """The means of some columns, for each replicate that has them all."""
-        parts = [self.replicates(table, {table.rows: row, table.columns: c}) for c in columns]
-        keys = [key for key in parts[0] if all(key in part for part in parts)]
-        return [mean_of([part[key] for part in parts]) for key in keys]
-
-    def means(self, table: ScoreTable) -> dict[str, tuple[str, ...]]:
-        """The columns that each mean of columns has at this scale."""
-        columns = self.study.columns(table)
-        parts = {n: tuple(p for p in every if p in columns) for n, every in table.means.items()}
-        return {name: some for name, some in parts.items() if some}
-
     def cells(self, table: ScoreTable) -> list[list[Cell]]:
         """The cells of a table, row by row: its columns, then the means of columns."""
-        columns = {name: (name,) for name in self.study.columns(table)} | self.means(table)
-        return [
-            [self._cell(table, row, name, parts) for name, parts in columns.items()]
-            for row in self.study.factors(table.stage)[table.rows]
-        ]
+        columns = (*self.study.columns(table), *self.study.means(table))
+        rows = self.study.factors(table.stage)[table.rows]
+        return [[self._cell(table, row, column) for column in columns] for row in rows]
 
-    def _cell(self, table: ScoreTable, row: str, name: str, parts: tuple[str, ...]) -> Cell:
-        """A column, or the mean of some columns for each replicate that has them all."""
-        means = self.of_cell(table, row, parts)
-        wanted = [{table.rows: row, table.columns: part} for part in parts]
-        every = [score for levels in wanted for score in self.scores(table, levels)]
-        scores = [score for score in every if score.value is not None]
+    def _cell(self, table: ScoreTable, row: str, name: str) -> Cell:
+        wanted = {table.rows: row, table.columns: name}
+        means = [*self.replicates(table, wanted).values()]
+        scores = [score for score in self.scores(table, wanted) if score.value is not None]
         is_mean = name in table.means
-        whole = not is_mean or len(parts) == len(table.means[name])
+        whole = not is_mean or self.study.means(table)[name] == table.means[name]
         return Cell(
             row,
             name,

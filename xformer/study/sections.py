@@ -459,7 +459,7 @@ def _legend(results: Results, table: ScoreTable) -> str:
         text += ", best " + ("run" if table.best == "run" else "validation of any run")
     if table.published is not None:
         text += f"; then the number in {table.published.source}, and ours minus theirs"
-    for name, parts in results.means(table).items():
+    for name, parts in results.study.means(table).items():
         text += f". {name}: mean of {', '.join(parts)}"
     if table.show != "deviation":
         text += f". Of two {many} a cell has the mean and both scores"
@@ -490,8 +490,8 @@ def _spread(cell: Cell, sample: Sample, digits: int) -> str:
 def _resampled(results: Results, table: ScoreTable, shares: Shares, cell: Cell) -> str:
     """The interval of a cell's mean under resampled seeds and test examples, or why it has none. A
     mean of columns has the examples of each column resampled by themselves."""
-    columns = results.means(table).get(cell.column, (cell.column,))
-    drawn = shares.bootstrap(shares.of_cell(table, cell.row, columns))
+    every = shares.replicates(table, {table.rows: cell.row, table.columns: cell.column})
+    drawn = shares.bootstrap([*every.values()])
     if isinstance(drawn, str):
         return drawn
     return " to ".join(f"{x:.{table.digits}f}" for x in drawn.interval)

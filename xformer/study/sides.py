@@ -94,7 +94,9 @@ class Sides:
         if job.recipe is None:
             return False
         task, table = TASKS[job.recipe["head"]], self.plan.study.table(claim.table)
-        columns = {side.get(table.columns) for side in (claim.better, claim.than)} - {None}
+        sides = (claim.better, claim.than)
+        parts = [part for side in sides for part in self.plan.study.parts(table, side)]
+        columns = {part.get(table.columns) for part in parts} - {None}
         shown = columns or set(self.plan.study.columns(table))
         metrics = {table.source_of(column)[1] for column in shown if column is not None}
         return task.predicts_masked and bool(metrics & set(task.metrics))
@@ -103,7 +105,7 @@ class Sides:
         """The runs of each side of a claim."""
         table = self.plan.study.table(claim.table)
         sides = (claim.better, claim.than)
-        return [self.plan.runs(table.stage, table.at(side)) for side in sides]
+        return [[job for job, _ in self.plan.runs_of(table, side)] for side in sides]
 
     def _values(self, jobs: list[Job]) -> dict[str, list[str]]:
         """The values that each setting has in some runs, as sorted JSON."""

@@ -289,7 +289,7 @@ class Claim(Settings):
     """Name of the table whose scores decide."""
     better: Levels
     """The levels of the side with the higher score, such as { start = "english" }. Of a loss the
-    higher number counts, too."""
+    higher number counts, too. A level of the table's columns may also be one of its means."""
     than: Levels
     """The levels of the other side. Both must name the same factors, and `metric` if the table's
     columns are metrics."""
@@ -441,6 +441,18 @@ class Study(Settings):
         own = levels.get(table.columns)
         return tuple(column for column in self.columns(table) if own in (None, column))
 
+    def means(self, table: ScoreTable) -> dict[str, tuple[str, ...]]:
+        """The columns that each mean of columns has at this scale."""
+        columns = self.columns(table)
+        parts = {n: tuple(p for p in every if p in columns) for n, every in table.means.items()}
+        return {name: some for name, some in parts.items() if some}
+
+    def parts(self, table: ScoreTable, side: Levels) -> tuple[Levels, ...]:
+        """The levels whose scores one side of a claim averages, each with the same weight: those of
+        every part if it names a mean of columns, else its own."""
+        columns = self.means(table).get(side.get(table.columns, ""))
+        return tuple({**side, table.columns: c} for c in columns) if columns else (side,)
+
     def stands_for(self, factor: str, level: str) -> str:
         """The published name of a level."""
         return self.like.get(f"{factor}={level}", self.like.get(level, level))
@@ -517,13 +529,16 @@ def levels_of_claim(study: Study, table: ScoreTable, claim: Claim) -> tuple[str,
 
 
 def seeds_of(study: Study, table: ScoreTable, side: Levels, factor: str) -> set[str]:
-    """The levels of a random factor at which a table has runs for one side of a claim, and the
+    """The levels of a random factor at which a table has all runs for one side of a claim, and the
     runs that it subtracts from them."""
-    every = [*study.combinations(table.stage, table.at(side))]
-    if table.minus:
-        less, bases = study.factors(table.minus), [*study.combinations(table.minus)]
-        every = [at for at in every if {name: at[name] for name in less} in bases]
-    return {at.get(factor, "") for at in every}
+    seeds = []
+    for part in study.parts(table, side):
+        every = [*study.combinations(table.stage, table.at(part))]
+        if table.minus:
+            less, bases = study.factors(table.minus), [*study.combinations(table.minus)]
+            every = [at for at in every if {name: at[name] for name in less} in bases]
+        seeds.append({at.get(factor, "") for at in every})
+    return set.intersection(*seeds)
 
 
 def with_levels(text: str, levels: Levels) -> str:
