@@ -388,23 +388,25 @@ def _repr(value: Any) -> str:
 
 # a key, or a key with its value -> the names that other programs use for it
 SYNONYMS = {
-    "batch.accumulate": "gradient_accumulation_steps grad_accum accumulate_grad_batches",
+    "batch.accumulate": "gradient_accumulation_steps grad_accum accumulate_grad_batches "
+    "update_freq",
     "batch.max_tokens": "max_length max_len max_seq_length max_seq_len seq_length seq_len "
-    "model_max_length block_size",
-    "batch.rows": "batch bs batch_size train_batch_size per_device_train_batch_size",
+    "model_max_length block_size tokens_per_sample",
+    "batch.rows": "batch bs batch_size train_batch_size per_device_train_batch_size max_sentences",
     "batch.tokens": "tokens_per_batch max_tokens_per_batch",
     "data": "dataset dataset_name data_dir store train train_data train_file",
     "head": "task task_name",
-    "init": "checkpoint from model model_name model_name_or_path model_path pretrained",
+    "init": "checkpoint from model model_name model_name_or_path model_path pretrained "
+    "restore_file finetune_from_model",
     "input": "file input_file test_file",
     "loss.label_smoothing": "label_smoothing_factor",
     "masking.probability": "masking mask_prob mask_rate mlm_prob mlm_probability",
     "model.dropout": "dropout hidden_dropout_prob",
     "model.attention_dropout": "attention_probs_dropout_prob",
-    "model.heads": "heads num_heads num_attention_heads n_heads",
+    "model.heads": "heads num_heads num_attention_heads n_heads encoder_attention_heads",
     "optim.betas": "adam_beta1 adam_beta2",
-    "optim.clip": "max_grad_norm gradient_clip_val grad_norm_clip",
-    "optim.eps": "adam_epsilon",
+    "optim.clip": "max_grad_norm gradient_clip_val grad_norm_clip clip_norm",
+    "optim.eps": "adam_epsilon adam_eps",
     "optim.lr": "learning_rate peak_lr rate",
     "optim.name": "optim optimizer",
     "optim.schedule": "lr_scheduler lr_scheduler_type scheduler",
@@ -418,16 +420,16 @@ SYNONYMS = {
     "seed.order": "data_seed",
     "system.precision": "amp dtype fp16 mixed_precision torch_dtype",
     "system.precision=bf16": "bf16",
-    "train.checkpoint_every": "save_every save_steps",
+    "train.checkpoint_every": "save_every save_steps save_interval_updates",
     "train.epochs": "epochs num_epochs n_epochs num_train_epochs max_epochs",
     "train.keep_last": "save_total_limit",
-    "train.log_every": "logging_steps log_steps",
-    "train.metric": "metric metric_for_best_model",
+    "train.log_every": "logging_steps log_steps log_interval",
+    "train.metric": "metric metric_for_best_model best_checkpoint_metric",
     "train.only": "freeze",
     "train.patience": "early_stopping early_stopping_patience",
     "train.select": "load_best_model_at_end",
-    "train.steps": "max_steps num_steps num_train_steps total_steps",
-    "train.validate_every": "eval_every eval_steps val_check_interval",
+    "train.steps": "max_steps num_steps num_train_steps total_steps max_update total_num_update",
+    "train.validate_every": "eval_every eval_steps val_check_interval validate_interval_updates",
 }
 
 
