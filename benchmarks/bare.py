@@ -62,7 +62,7 @@ class Session:
         setup.seed_dropout = partial(Setup.seed_dropout, setup)
         self.setup = setup
         self.state, self.steps, self.signals = State(), steps, list[int]()
-        self.snapshot = SimpleNamespace(before_change=lambda: None)
+        self.snapshot = SimpleNamespace(let_copy_finish=lambda: None)
         self.monitor = None  # used only at numerical trouble, which is an error here
 
     @property

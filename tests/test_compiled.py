@@ -34,7 +34,7 @@ from xformer.data.masking import MaskSchedule
 from xformer.data.sampler import Samples, Stream
 from xformer.model.config import ModelConfig
 from xformer.parallel import compiled
-from xformer.parallel.compiled import compile_parts, compiles, not_compiled
+from xformer.parallel.compiled import compile_mode, compile_parts, not_compiled
 from xformer.parallel.feed import SHAPES, Feed, to_device
 from xformer.parallel.processes import ALONE, Ranks, TrainingSystem
 from xformer.prepare import prepare
@@ -425,7 +425,7 @@ def test_what_is_compiled() -> None:
     ) -> str:
         system = TrainingSystem(compile=asked)
         where = Ranks(0, ranks, torch.device(device))
-        return compiles(system, where, ModelConfig(**config), lambda: pays)
+        return compile_mode(system, where, ModelConfig(**config), lambda: pays)
 
     assert decided("auto", "cpu") == "none"
     assert decided("auto", "cuda") == "both"

@@ -98,6 +98,22 @@ def test_more_than_one_percent_is_told(
     assert bool(said) is told
 
 
+@pytest.mark.parametrize(("kind", "told"), [("wordpiece", True), ("words", False)])
+def test_a_text_of_token_ids_is_pointed_out(
+    kind: str, told: bool, tmp_path: Path, preprocess: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as fairseq's encoders write. A tokenizer of words gives each id one id again."""
+    (tmp_path / "ids.txt").write_text("11 257 3290 262\n\n" * 50)
+    (tmp_path / "text.txt").write_text("we met 11 dogs and 257 cats\n\n" * 50)
+    learn = ("--kind", kind, "--vocab-size", 60, "--output", tmp_path / "tok")
+    preprocess("tokenizer", "--input", tmp_path / "ids.txt", tmp_path / "text.txt", *learn)
+    for name in ("ids", "text"):
+        made = ("--tokenizer", tmp_path / "tok", "--output", tmp_path / name)
+        preprocess("text", "--input", tmp_path / f"{name}.txt", *made)
+        line = "note: 100 % of the words of train are numbers. If they are token ids, they have"
+        assert (line in capsys.readouterr().err) is (told and name == "ids")
+
+
 def test_texts_that_a_model_does_not_know_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     """Also if they are in no store: texts to encode, and a text with a mask."""
     english = checkpoints.load("micro/english")
@@ -436,8 +452,8 @@ def test_f1_of_two_classes_names_its_class(place: Path) -> None:
         (("a,c", "b"), ""),  # --labels separates them by commas
     ):
         head = Head("classify", labels, columns={"task": "tsv"})
-        assert Classify(head).meaning == line + hint
-    assert not Classify(Head("classify", ("a", "b", "c"))).meaning
+        assert Classify(head).metric_note == line + hint
+    assert not Classify(Head("classify", ("a", "b", "c"))).metric_note
 
 
 def test_a_run_says_its_operations_on_the_weights(place: Path) -> None:

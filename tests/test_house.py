@@ -122,7 +122,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "The command `xformer`.": ("xformer.command", "xformer.__main__"),
 }
-LINES_OF_TRAINING = 9_680
+LINES_OF_TRAINING = 9_700
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

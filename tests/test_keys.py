@@ -18,11 +18,12 @@ from xformer.recipe import Recipe
 from xformer.study.costs import Costs
 from xformer.study.forecast import Forecast
 from xformer.study.launch import prepare
-from xformer.study.plan import LATER, Plan, content_key, identity
+from xformer.study.plan import ADDED_LATER, Plan, content_key, identity
 from xformer.study.reading import read_study
 
 # Computed by the code before `fraction` and lists of stores (revision adafa31). If a key changes,
-# every result under it is lost to users. Add the new field to plan.LATER instead of changing these
+# every result under it is lost to users. Add the new field to plan.ADDED_LATER instead of changing
+# these.
 KEYS = {
     "head=mlm": "e10903387d2aa032",
     "head=mlm train.log_every=7 train.keep_state=false system.threads=2": "e10903387d2aa032",
@@ -68,7 +69,7 @@ def test_what_is_new_enters_the_key_if_it_is_not_the_default() -> None:
     assert identity(recipe(lines[1]))["precision"] == "bf16"
     assert "precision" not in identity(recipe(lines[0]))
     assert (
-        not {name.rpartition(".")[2] for name in LATER}
+        not {name.rpartition(".")[2] for name in ADDED_LATER}
         & identity(recipe("head=mlm"))["train"].keys()
     )
 

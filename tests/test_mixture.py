@@ -215,13 +215,13 @@ def test_the_masking_ends_where_the_mixture_ends(forks: Forks, data: Toys, tmp_p
     feed, identity = setup.feed(), setup.identity
     assert feed.masking is not None
     assert feed.masking.planned == setup.samples.planned
-    assert identity["mixture"]["samples"] == identity["masking"]["samples"] == setup.planned_samples
+    assert identity["mixture"]["samples"] == identity["masking"]["samples"] == setup.schedule_end
     position = 0
     for _ in range(29):
         position = feed.take(position).end
     last = feed.take(position)
     # a step leaves some tokens unused, so the run ends a little before the planned sample
-    assert 0.95 * setup.planned_samples < last.end <= setup.planned_samples
+    assert 0.95 * setup.schedule_end < last.end <= setup.schedule_end
     assert last.given is not None
     assert last.given[0, 1] > 0.9 * last.given[0].sum()
     assert feed.masking.share(position) == pytest.approx(0.1, abs=0.02)

@@ -81,6 +81,16 @@ def test_the_command_brings_in_a_vocabulary(tmp_path):
     refused(done, "low exists; give another output, or --overwrite")
 
 
+def test_fairseqs_dictionary_is_refused_with_what_would_work(tmp_path):
+    put(tmp_path, {"dict.txt": "11 7941\nmadeupword0000 0\n"})
+    output = tmp_path / "tok"
+    done = command(
+        "preprocess.py", "tokenizer", "--from", tmp_path / "dict.txt", "--output", output
+    )
+    refused(done, "dict.txt has a word and a number in each line, as fairseq's dict.txt")
+    assert not output.exists()
+
+
 @pytest.mark.parametrize(
     ("files", "lowercase"),
     [

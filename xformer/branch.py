@@ -15,13 +15,13 @@ from xformer.config import validate
 from xformer.data.errors import BadInput
 from xformer.data.files import is_run, near, read_run_json
 from xformer.recipe import Recipe
-from xformer.run import FREE, State, changes, completed, differences
+from xformer.run import MAY_CHANGE, State, changes, completed, differences
 from xformer.setup import Setup
 
-# A branch may differ from the other run in these settings and in FREE, because they do not change a
-# step before the decay.
-LATE = {f"train.{name}" for name in ("steps", "epochs", "select", "metric", "patience")}
-LATE |= {"train.branch_from", "optim.decay"}
+# A branch may differ from the other run in these settings, because they do not change a step before
+# the decay.
+MAY_CHANGE_IN_BRANCH = MAY_CHANGE | {"train.branch_from", "optim.decay"}
+MAY_CHANGE_IN_BRANCH |= {f"train.{n}" for n in ("steps", "epochs", "select", "metric", "patience")}
 
 
 def check_branch(setup: Setup) -> None:
@@ -48,19 +48,20 @@ def check_branch(setup: Setup) -> None:
     checkpoints.verify(path)
     old = read_run_json(run / "config.json")
     pairs = differences(completed(old["identity"]), setup.identity)
-    if others := {name: pair for name, pair in pairs.items() if name not in FREE | LATE}:
+    if others := {name: pair for name, pair in pairs.items() if name not in MAY_CHANGE_IN_BRANCH}:
         what = changes(others, old, {"config": recipe.model_dump(mode="json")})
         raise BadInput(f"{given} was made with other settings: {what}")
     if recipe.optim.schedule != "wsd":
         raise BadInput(f"{given}: a branch needs optim.schedule=wsd, also in the run it comes from")
     state = State.read(path)
-    # the other run's settings at each of its starts up to the checkpoint: a run may be made longer
+    # The other run's recipe at each of its starts up to the checkpoint: a run may be made longer.
+    # The steps up to its next start must lie before the decay of this recipe, too.
     starts = [start for start in old["starts"] if start["step"] < state.step]
-    lengths = [
+    earlier = [
         validate(Recipe, {**start["config"], "data": recipe.data, "model": {}}) for start in starts
     ]
-    if bool(lengths[0].train.steps) != bool(recipe.train.steps):
-        other, this = ("steps" if each.train.steps else "epochs" for each in (lengths[0], recipe))
+    if bool(earlier[0].train.steps) != bool(recipe.train.steps):
+        other, this = ("steps" if each.train.steps else "epochs" for each in (earlier[0], recipe))
         raise BadInput(
             f"{given}: that run counts train.{other}, but this one train.{this}; count both alike "
             "(with train.steps=0 a run counts train.epochs)"
@@ -69,12 +70,12 @@ def check_branch(setup: Setup) -> None:
     if (done := setup.done_at(state.step, state.position)) > end:
         raise BadInput(_in_decay(given, recipe.run))
     untils = [*(_done(setup, start["step"]) for start in starts[1:]), done]
-    for length, until in zip(lengths, untils, strict=True):
-        begin, end = setup.with_length_of(length).stable_phase
-        if begin != warmup:
+    for their_recipe, until in zip(earlier, untils, strict=True):
+        their_warmup, their_end = setup.with_length_of(their_recipe).stable_phase
+        if their_warmup != warmup:
             raise BadInput(f"{given} has another warm-up: give optim.warmup in steps, in both runs")
-        if until > end:
-            raise BadInput(_in_decay(given, f"{run} when it had {_length(length)}"))
+        if until > their_end:
+            raise BadInput(_in_decay(given, f"{run} when it had {_length(their_recipe)}"))
 
 
 def _in_decay(given: str, run: str) -> str:

@@ -411,7 +411,8 @@ def _score_split(checkpoint: Checkpoint, config: EvaluateConfig, name: str, rank
             say(f"{config.split} {metric} {value:.4f}")
     if scored:  # last, as the precision
         told = [f"note: {note}" for note in notes]
-        say(*filter(None, [*told, task.remark(scores.predictions), task.meaning]), error=True)
+        told += [task.prediction_note(scores.predictions), task.metric_note]
+        say(*filter(None, told), error=True)
 
 
 def _check_outputs(config: EvaluateConfig, task: Task, scored: bool) -> None:
@@ -437,7 +438,7 @@ def _warn(checkpoint: Checkpoint, task: Task, store: Store, assembler: Assembler
     _say_truncated(checkpoint, assembler, longest_remedy(task.head, letters))
     if line := long_windows(task, assembler, store):
         say(f"warning: {line}, or answers are lost", error=True)
-    if note := task.note(assembler.split):
+    if note := task.label_note(assembler.split):
         say(note, error=True)
 
 

@@ -42,7 +42,7 @@ def notes_of(
     fresh, dropped = checkpoints.changed_weights(before, start)
     notes = [
         *_about_start(recipe, store, task, fresh, dropped, start),
-        task.meaning,
+        task.metric_note,
         _other_ids(recipe, before, start, store),
         _low_rate(recipe, start, overrides),
         _missing_classes(recipe, store, samples) if task.named_classes else "",

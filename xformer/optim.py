@@ -2,7 +2,7 @@
 
 A loss is a sum over predictions, so its gradient is a sum too. The caller divides the result of
 `gradient_norm` by the number of predictions, and `clip_and_step` divides the gradient by the same
-number.
+number. With several ranks it is the number for one rank on average; see `Replicas.reduce`.
 """
 
 from __future__ import annotations
@@ -264,12 +264,13 @@ def gradient_norm(optimizer: Optimizer) -> Tensor:
 def clip_and_step(
     optimizer: Optimizer,
     lr: float,
-    count: Tensor,
+    divisor: Tensor,
     norm: Tensor,
     clip: float,
     drop: Tensor,
 ) -> None:
-    """Divide the gradient by `count`, clip it to the norm `clip` (0: do not clip), and take a step.
+    """Divide the gradient by `divisor` (), clip it to the norm `clip` (0: do not clip), and take a
+    step.
 
     `norm` () must be the norm of the gradient after the division, before clipping.
     If `drop` () is above 0, weights and moments do not change. Adam, AdamW and Muon read `drop` on
@@ -277,7 +278,6 @@ def clip_and_step(
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    divisor = count
     if clip > 0:
         divisor = divisor / (clip / (norm + 1e-6)).clamp(max=1.0)
     if isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass

@@ -30,10 +30,10 @@ from xformer.model.config import DROPOUT, ModelConfig
 from xformer.notes import notes_of
 from xformer.parallel.precision import fast_on, reason_for_bf16
 from xformer.parallel.processes import Ranks
-from xformer.recipe import UNUSED, Recipe
+from xformer.recipe import UNUSED_IF_SET, Recipe
 from xformer.run import Run
 from xformer.scoring import check_kind, long_windows
-from xformer.setup import Setup, planned_samples
+from xformer.setup import Setup, samples_of_run
 from xformer.surgery import registry
 from xformer.tasks.classify import balanced
 from xformer.tasks.known import TASKS, task_of
@@ -103,7 +103,7 @@ def _check_used(recipe: Recipe, typed_keys: Collection[str]) -> None:
             raise BadInput(
                 f"optim.decay needs optim.schedule=wsd; with {recipe.optim.schedule} it is not used"
             )
-        other = UNUSED.get(key)
+        other = UNUSED_IF_SET.get(key)
         if other and other not in typed_keys and (value := attrgetter(other)(recipe)):
             why = f"because the recipe has {other}={value}"
             raise BadInput(f"{key} is not used, {why}; give {other}=0, too")
@@ -252,7 +252,7 @@ def _samples(recipe: Recipe, store: Store, train: Assembler) -> Samples:
         return Mixture(rows, seed, recipe.fraction, weights)
     ends = [np.divide(w, sum(w)) for w in (weights, mixture.final)]
     mean = Mixture(rows, seed, recipe.fraction, np.mean(ends, 0).tolist())  # over the whole run
-    planned = planned_samples(recipe, train, mean)
+    planned = samples_of_run(recipe, train, mean)
     return Mixture(rows, seed, recipe.fraction, weights, mixture.final, planned)
 
 

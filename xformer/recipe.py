@@ -34,7 +34,7 @@ else:
 # Fields that were added after the first results. Runs of earlier versions are treated as if these
 # had their defaults. Such a field enters the key of a study's run only if it differs from its
 # default, so earlier results keep their keys. Add each new field here.
-LATER = (
+ADDED_LATER = (
     "loss.standardize",  # before its group, which has no such key then
     "loss",
     "mixture",
@@ -47,7 +47,8 @@ LATER = (
     "train.trouble",
     *(f"model.{name}" for name in NEWER),
 )
-UNUSED = {"train.epochs": "train.steps", "batch.rows": "batch.tokens"}  # if the other is not 0
+# a setting that is not used if the other is not 0
+UNUSED_IF_SET = {"train.epochs": "train.steps", "batch.rows": "batch.tokens"}
 
 
 class Seeds(Settings):

@@ -51,10 +51,10 @@ from xformer.data.files import (
 )
 from xformer.parallel.feed import Step
 from xformer.predictions import FOLDER
-from xformer.recipe import LATER, Recipe
+from xformer.recipe import ADDED_LATER, Recipe
 
 # keys that may change when a run is continued
-FREE = {
+MAY_CHANGE = {
     "batch.accumulate",
     "train.validate_every",
     "train.checkpoint_every",
@@ -67,9 +67,9 @@ FREE = {
     "train.spike",
 }
 
-HASHED = ("data", "init", "surgery")  # settings whose content, not their path, is compared
+BY_CONTENT = ("data", "init", "surgery")  # settings whose content, not their path, is compared
 # the number of samples in a run enters its identity if it has one of these settings
-SAMPLES = {"mixture.samples": "mixture.final", "masking.samples": "masking.final"}
+DERIVED = {"mixture.samples": "mixture.final", "masking.samples": "masking.final"}
 LISTED = 6  # how many changed settings a message names
 
 # Values for the next line of the log, summed since the last line and over all ranks. "norm" is the
@@ -343,14 +343,14 @@ def kept_only_weights(path: Path) -> bool:
 
 def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     pairs = differences(completed(old["identity"]), new["identity"])
-    changed = {name: pair for name, pair in pairs.items() if name not in FREE}
+    changed = {name: pair for name, pair in pairs.items() if name not in MAY_CHANGE}
     refused = {name: pair for name, pair in changed.items() if not _longer(name, *pair)}
     if unknown := [name for name in refused if not _is_setting(name)]:
         raise BadInput(
             f"run={path} has the setting {unknown[0]}, which this version of xformer lacks: "
             "continue it with the version that made it, or give another run="
         )
-    if changed and changed.keys() <= SAMPLES.keys():
+    if changed and changed.keys() <= DERIVED.keys():
         before, now = next(iter(changed.values()))
         raise BadInput(
             f"run={path} was to end after about {before} rows, and this version of xformer "
@@ -377,7 +377,7 @@ def _refuse_other_settings(path: Path, old: dict[str, Any], new: dict[str, Any])
 def completed(config: dict[str, Any]) -> dict[str, Any]:
     """The settings of a run. Those that its version did not have are added with defaults."""
     defaults = Recipe(data="-", run="-", head="mlm").model_dump(mode="json")
-    for name in LATER:
+    for name in ADDED_LATER:
         group, _, key = name.partition(".")
         new = {key: defaults[group][key]} if key else defaults[group]
         if isinstance(own := config.get(group, {}), dict):  # it may be damaged
@@ -388,11 +388,11 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
 def changes(pairs: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> str:
     """At most LISTED of the pairs that `differences` returned, in words. `old` and `new` are the
     runs' config.json: they have the paths of the data, of which the pairs have only hashes."""
-    if others := {name: pair for name, pair in pairs.items() if name not in SAMPLES}:
+    if others := {name: pair for name, pair in pairs.items() if name not in DERIVED}:
         pairs = others  # the number of samples follows from these
     clauses = []
     for name, (before, now) in [*pairs.items()][:LISTED]:
-        if name in HASHED:
+        if name in BY_CONTENT:
             before, now = (run.get("config", {}).get(name) for run in (old, new))
         change = _change(name, before, now)
         clauses.append(f"the content of {name}={now} has changed" if before == now else change)
@@ -402,12 +402,12 @@ def changes(pairs: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> 
 
 def _change(name: str, before: Any, now: Any) -> str:
     """A clause about a setting that has changed."""
-    if name in SAMPLES:
+    if name in DERIVED:
         return (
             f"it was to end after {before:,} rows, and now after {now:,}; a run with "
-            f"{SAMPLES[name]} keeps its length"
+            f"{DERIVED[name]} keeps its length"
         )
-    if name in HASHED:
+    if name in BY_CONTENT:
         return f"{name}={before} is now {now}"
     if name == "train.steps" and not before:
         return f"it counted train.epochs, and now train.steps={now}"
@@ -430,7 +430,7 @@ def _is_setting(name: str) -> bool:
     """Whether this version has the setting of a run's identity."""
     settings: Any = Recipe(data="-", run="-", head="mlm").model_dump(mode="json")
     first, *others = name.split(".")
-    if name in SAMPLES or first == "seed":  # seeds may be one number, or several with names
+    if name in DERIVED or first == "seed":  # seeds may be one number, or several with names
         return True
     for key in (first, *others):
         if not isinstance(settings, dict) or key not in settings:

@@ -54,7 +54,7 @@ from xformer.model.config import DROPOUT, ModelConfig
 from xformer.monitor import SILENT, records
 from xformer.recipe import Recipe
 from xformer.rows import RowsConfig, print_rows
-from xformer.run import FREE, in_use, is_finished
+from xformer.run import MAY_CHANGE, in_use, is_finished
 from xformer.tasks.known import TASKS
 from xformer.tasks.task import Head
 
@@ -280,7 +280,7 @@ def table(runs: list[RunSummary], width: int) -> list[str]:
     FIRST."""
     cells = [run.cells() for run in runs]
     settings = list(dict.fromkeys(name for run in runs for name in run.settings))
-    free = [name for name in settings if name in FREE or name.startswith("system.")]
+    free = [name for name in settings if name in MAY_CHANGE or name.startswith("system.")]
     first = [name for name in settings if name not in free][:FIRST]
     main = {name for run in runs for name in run.main}
     scores = sorted(dict.fromkeys(n for r in runs for n in r.scores), key=lambda n: n not in main)

@@ -22,7 +22,7 @@ from xformer.data.mixture import Mixture
 from xformer.data.sampler import Samples, Stream
 from xformer.data.store import Store
 from xformer.optim import learning_rate
-from xformer.parallel.compiled import compiles
+from xformer.parallel.compiled import compile_mode
 from xformer.parallel.feed import Feed
 from xformer.parallel.processes import Ranks
 from xformer.recipe import Recipe
@@ -66,7 +66,7 @@ class Setup:
     def length(self) -> int:
         """The length of the run in steps; in samples if it counts epochs."""
         steps = self.recipe.train.steps
-        return steps or planned_samples(self.recipe, self.training_rows, self.samples)
+        return steps or samples_of_run(self.recipe, self.training_rows, self.samples)
 
     @cached_property
     def unit(self) -> float:
@@ -82,13 +82,13 @@ class Setup:
         return math.ceil(self.length / self.unit)
 
     @property
-    def planned_samples(self) -> int:
-        """The number of samples in the whole run, after which the weights of a mixture and the
-        share of masked tokens have their final values. See the function `planned_samples`."""
+    def schedule_end(self) -> int:
+        """The sample from which on the weights of a mixture and the share of masked tokens have
+        their final values: the last one of the run (see `samples_of_run`)."""
         if self.recipe.mixture.final and isinstance(self.samples, Mixture):
             # the mixture's own estimate, so that its weights and the masking end together
             return self.samples.planned
-        return planned_samples(self.recipe, self.training_rows, self.samples)
+        return samples_of_run(self.recipe, self.training_rows, self.samples)
 
     @property
     def stable_phase(self) -> tuple[float, float]:
@@ -189,7 +189,7 @@ class Setup:
         seed, first = recipe.seed.of("masks"), masks.probability
         if masks.final is None:
             return MaskSchedule(seed, first, first, spans=masks.spans)
-        return MaskSchedule(seed, first, masks.final, self.planned_samples, masks.spans)
+        return MaskSchedule(seed, first, masks.final, self.schedule_end, masks.spans)
 
     def assembler(self, split: str) -> Assembler:
         """The assembler for a split of the run's store."""
@@ -234,7 +234,7 @@ class Setup:
             """Compiling takes 20 s for each shape of a batch, and fine-tuning is soon over."""
             return self.task.predicts_masked and len(self.feed(fixed=True).shapes) == 1
 
-        return compiles(self.recipe.system, self.ranks, self.start.config, pays)
+        return compile_mode(self.recipe.system, self.ranks, self.start.config, pays)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -244,9 +244,9 @@ class Setup:
         identity = {k: v for k, v in config.items() if k not in ("run", "overwrite", "system")}
         identity["data"] = self.store.key
         if recipe.mixture.final:
-            identity["mixture"]["samples"] = self.planned_samples  # the order depends on it
+            identity["mixture"]["samples"] = self.schedule_end  # the order depends on it
         if recipe.masking.final is not None:
-            identity["masking"]["samples"] = self.planned_samples
+            identity["masking"]["samples"] = self.schedule_end
         if recipe.init is not None:
             identity["init"] = checkpoints.content_key(checkpoints.resolve(recipe.init))
         inputs = [registry.content(operation) for operation in recipe.surgery]
@@ -266,7 +266,7 @@ def rows_per_step(recipe: Recipe, train: Assembler, samples: Samples) -> float:
     return batch.tokens / float(train.sizes(examples).mean())
 
 
-def planned_samples(recipe: Recipe, train: Assembler, samples: Samples) -> int:
+def samples_of_run(recipe: Recipe, train: Assembler, samples: Samples) -> int:
     """The number of samples in the whole run; an estimate if it has `train.steps` steps of
     `batch.tokens` tokens."""
     steps, epochs = recipe.train.steps, recipe.train.epochs

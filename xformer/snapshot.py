@@ -53,7 +53,7 @@ class Snapshot:
             to[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.cuda)
         to[name].copy_(tensor, non_blocking=True)
 
-    def before_change(self) -> None:
+    def let_copy_finish(self) -> None:
         """Call this before the optimizer step: the device then finishes the copy first. The host
         does not wait."""
         if self.copied is not None:

@@ -195,7 +195,18 @@ def loop(
     guard: Guard,
     until: int,
 ) -> None:
-    """The training loop: micro-batches, rate, passes, clip, step, log, validate, checkpoint."""
+    """The training loop: micro-batches, rate, passes, clip, step, log, validate, checkpoint.
+
+    The way from a row to its gradient, with MLM:
+
+    steps                Feed.steps and Feed.take (parallel/feed.py)
+                         Assembler.batches (data/batch.py): pack and mask the rows of the step
+    forward_backward     Replicas (parallel/replicas.py): the loss, then loss.total.backward()
+                         Model.forward and MLM.loss (tasks/task.py, tasks/mlm.py)
+                         Encoder.forward (model/encoder.py), attention (ops/attention.py)
+                         vocabulary_loss (ops/vocabulary_loss.py)
+    clip_and_step        optim.py: divide the summed gradient, clip it, change the weights
+    """
     setup, state = session.setup, session.state
     while not session.done and (not until or state.step < until):
         with session.part("waiting for data"):
@@ -208,11 +219,11 @@ def loop(
             setup.seed_dropout(state.step, i)
             sums.add(replicas.forward_backward(batch, i, len(batches)))
         with session.part("optimizer"):
-            count = replicas.reduce(sums)
-            norm = gradient_norm(optimizer) / count
+            divisor = replicas.reduce(sums)
+            norm = gradient_norm(optimizer) / divisor
             drop = guard.judge(sums, norm)
-            session.snapshot.before_change()
-            clip_and_step(optimizer, rate, count, norm, setup.recipe.optim.clip, drop)
+            session.snapshot.let_copy_finish()
+            clip_and_step(optimizer, rate, divisor, norm, setup.recipe.optim.clip, drop)
             replicas.restore(drop)
 
         due = session.advance(step, sums.stop_requests)
@@ -314,7 +325,7 @@ def _score_splits(session: Session, model: Model, step: int) -> dict[str, dict[s
             metrics[split] = scores.metrics
             if setup.ranks.rank == 0:
                 write(run.predictions_path(split), scores.predictions, setup.store.key)
-            if remark := setup.task.remark(scores.predictions):
+            if remark := setup.task.prediction_note(scores.predictions):
                 remarks[split] = {"remark": remark}
                 monitor.say(f"warning: {split}: {remark}")
     for split, values in metrics.items():

@@ -25,7 +25,7 @@ import numpy as np
 from xformer.data import masking
 from xformer.data.display import say
 from xformer.data.files import atomic_directory
-from xformer.data.hashing import key, keys
+from xformer.data.hashing import hash_each, key
 from xformer.data.outputs import check_directory
 
 from ..arguments import add_output
@@ -43,13 +43,14 @@ SEED = 2019
 
 def successors() -> np.ndarray:
     """The word that follows each word in each dialect, (3, 32)."""
-    return np.stack([np.argsort(keys(key(SEED, k), np.arange(W))) for k in range(len(DIALECTS))])
+    of_each = (hash_each(key(SEED, k), np.arange(W)) for k in range(len(DIALECTS)))
+    return np.stack([np.argsort(numbers) for numbers in of_each])
 
 
 def passages(name: str) -> tuple[list[np.ndarray], np.ndarray]:
     """The passages of a file, each an array of words, and the dialect of each."""
     number, (least, most) = SIZES[name], LENGTHS
-    draws = keys(key(SEED, 100 + list(SIZES).index(name)), np.arange(number * (most + 1) * 2))
+    draws = hash_each(key(SEED, 100 + list(SIZES).index(name)), np.arange(number * (most + 1) * 2))
     draws = (draws >> np.uint64(33)).astype(np.int64).reshape(2, most + 1, number)
     lengths = least + draws[0, -1] % (most - least + 1)
     dialect = np.arange(number) % len(DIALECTS)

@@ -40,6 +40,7 @@ from .documents import READ, Segments, TextOptions, files_of_part, read_document
 
 LONGEST = 510  # tokens of BERT's longest row, without its two special tokens
 LONG, OFTEN = 16, 0.01  # tokens of a row that is compared; a share of repeated rows that is told
+NEARLY_ALL = 0.95  # of the words: if so many are numbers, they may be token ids
 AT_ONCE, HASHED = 2**16, 64  # rows that are compared at once, and their first tokens
 
 
@@ -48,13 +49,14 @@ TextBatch = tuple[list[bool], list[str]]  # does each text end its document?, th
 
 class EncodedBatch(NamedTuple):
     """The ids of a batch of texts one after the other, how many each text has, whether each ends
-    its document, and what is counted in the texts: words between white space, characters, and
-    the characters that became unknown tokens."""
+    its document, and what is counted in the texts: words between white space, those of them that
+    may be token ids, characters, and the characters that became unknown tokens."""
 
     ids: np.ndarray
     lengths: np.ndarray
     ends: list[bool]
     words: int
+    numbers: int
     characters: int
     unknown: int
 
@@ -67,9 +69,10 @@ def batch_encoder(tokenizer: Tokenizer, processes: int) -> Callable[[TextBatch],
         ends, texts = batch
         before = encoder.unknown
         ids, lengths = encoder.encode(texts)
-        words = sum(len(text.split()) for text in texts)
-        unknown = encoder.unknown - before
-        return EncodedBatch(ids, lengths, ends, words, sum(map(len, texts)), unknown)
+        words = [word for text in texts for word in text.split()]
+        numbers = 0 if tokenizer.symbols == "words" else sum(map(str.isdigit, words))
+        characters, unknown = sum(map(len, texts)), encoder.unknown - before
+        return EncodedBatch(ids, lengths, ends, len(words), numbers, characters, unknown)
 
     return encode
 
@@ -118,7 +121,7 @@ def write_text_split(
 ) -> None:
     """Encode the documents of files, or only those of a `part`, into rows of at most `max_tokens`
     ids. Count their words."""
-    cutter, cut_words, words = RowCutter(split, max_tokens), CutWords(), 0
+    cutter, cut_words, words, numbers = RowCutter(split, max_tokens), CutWords(), 0, 0
     files = paths if part is None else [path for path, *_ in files_of_part(paths, part)]
     total = sum(path.stat().st_size for path in files)
     with Progress(f"encoding {split.directory.name}", total, "B") as bar:
@@ -131,7 +134,12 @@ def write_text_split(
             for batch in batches:
                 cutter.add(batch.ids, batch.lengths, batch.ends)
                 words += batch.words
+                numbers += batch.numbers
                 split.count_characters(batch.characters, batch.unknown)
+    if numbers > NEARLY_ALL * words:
+        line = f"note: {100 * numbers / words:.3g} % of the words of {split.directory.name} are"
+        line += " numbers. If they are token ids, they have been encoded again, as text: give the"
+        say(f"{line} text itself, or make a tokenizer of the ids by --kind words", error=True)
     split.words = words - cut_words.count
     if split.writers["tokens"].length:
         return

@@ -42,7 +42,7 @@ def programs(case: Case) -> tuple[int, set[str]]:
 
     with fake_cuda.device():
         trainer, (batch, *_) = case.trainer(), case.batches()
-        trainer.model.copy.compile(fullgraph=True, dynamic=False, backend=backend)
+        trainer.model.wrapped.compile(fullgraph=True, dynamic=False, backend=backend)
         for _ in range(2):
             trainer.model.forward_backward(batch, 0, 1)
     return len(kernels), set().union(*kernels)

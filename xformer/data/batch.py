@@ -244,7 +244,7 @@ class Assembler:
     def in_order(self, rows: np.ndarray, masks: Masks | None = None) -> Batch[np.ndarray]:
         """The packed batch of these rows (N,) in the order given, masked if there are `masks`."""
         batch = self._packed(rows, *self.lengths(rows))
-        return batch if masks is None else self._masked(batch, masks.epochs, masks)
+        return batch if masks is None else self._masked(batch, masks)
 
     def batches(
         self,
@@ -264,12 +264,12 @@ class Assembler:
         # sort by batch, then by length; numpy sorts 16-bit integers in linear time
         batch_keys = np.repeat(np.arange(len(counts)) * (self.max_tokens + 1), counts)  # (E,)
         key_type = np.min_scalar_type(len(counts) * (self.max_tokens + 1))
-        order = np.argsort((batch_keys + sizes).astype(key_type), kind="stable")  # (E,)
-        epochs = None if masks is None else np.repeat(masks.epochs[order], together)  # (N,)
-        order = rows_of(order, together)  # (N,)
+        by_length = np.argsort((batch_keys + sizes).astype(key_type), kind="stable")  # (E,)
+        order = rows_of(by_length, together)  # (N,)
         whole = self._packed(rows[order], a[order], b[order])
-        if masks is not None and epochs is not None:
-            whole = self._masked(whole, epochs, masks)
+        if masks is not None:
+            epochs = np.repeat(masks.epochs[by_length], together)  # (N,)
+            whole = self._masked(whole, replace(masks, epochs=epochs))
         if len(counts) == 1:
             return [whole]
         row_ends = np.cumsum(counts) * together
@@ -320,11 +320,9 @@ class Assembler:
             self.split.together,
         )
 
-    def _masked(
-        self, batch: Batch[np.ndarray], epochs: np.ndarray, masks: Masks
-    ) -> Batch[np.ndarray]:
-        """The batch with its tokens masked, in place; `epochs` (N,)."""
-        keys = masking.row_keys(masks.seed, epochs, batch.rows)
+    def _masked(self, batch: Batch[np.ndarray], masks: Masks) -> Batch[np.ndarray]:
+        """The batch with its tokens masked, in place. `masks.epochs` (N,) are those of its rows."""
+        keys = masking.row_keys(masks.seed, masks.epochs, batch.rows)
         sizes, mask_id = np.diff(batch.cu_seqlens), self.tokenizer.special["mask"]
         choose = masking.mask_spans if masks.spans else masking.mask
         tokens, special, ordinary = batch.tokens, self.special, self.ordinary

@@ -431,9 +431,8 @@ def put_back(path: Path) -> None:
     if it cannot be renamed.
     """
     end = time.monotonic() + PATIENCE
-    while half_replaced(path):
-        aside = _moved_aside(path)
-        if time.monotonic() < end or aside is None:
+    while not path.exists() and (aside := _moved_aside(path)):
+        if time.monotonic() < end:
             time.sleep(0.01)
             continue
         try:

@@ -41,9 +41,9 @@ def key_with_each(values: np.ndarray, *parts: int) -> np.ndarray:
     return mix(values.astype(np.uint64) + GOLDEN + key(*parts))
 
 
-def keys(base: np.uint64 | np.ndarray, values: np.ndarray) -> np.ndarray:
+def hash_each(base: np.uint64 | np.ndarray, values: np.ndarray) -> np.ndarray:
     """A 64-bit key for each of the integers `values`, under the key `base`, or under a key for
-    each."""
+    each. Faster than `key_with_each`, with other results."""
     x = np.add(values, 1, dtype=np.uint64, casting="unsafe")
     x *= GOLDEN
     x ^= base

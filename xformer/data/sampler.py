@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xformer.data.hashing import EPOCH, FRACTION, key, key_with_each, keys
+from xformer.data.hashing import EPOCH, FRACTION, hash_each, key, key_with_each
 
 ROUNDS = 4
 # At most this many samples are looked up at once. At first there are fewer, because the store may
@@ -37,8 +37,8 @@ def permute(positions: np.ndarray, n: int, order: np.uint64 | np.ndarray) -> np.
     while len(walking):
         a, b = x >> low_bits, x & low
         for r in range(rounds):
-            a ^= keys(order ^ key(2 * r), b) & high
-            b ^= keys(order ^ key(2 * r + 1), a) & low
+            a ^= hash_each(order ^ key(2 * r), b) & high
+            b ^= hash_each(order ^ key(2 * r + 1), a) & low
         x = a << low_bits | b
         result[walking] = x
         outside = np.flatnonzero(x >= n)

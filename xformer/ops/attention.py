@@ -248,8 +248,9 @@ def _attention(
     qkv: Tensor, cu_seqlens: Tensor, longest: int, window: int, rate: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The output, and (T, H, 2): each token's largest score and 1 / the sum of its exponentials."""
+    T, _, H, D = qkv.size()
     out, sums = _empty_results(qkv)
-    sizes = *qkv.size()[:1], len(cu_seqlens) - 1, *qkv.size()[2:], longest, window
+    sizes = T, len(cu_seqlens) - 1, H, D, longest, window
     if native.call("attention", qkv.dtype, qkv, cu_seqlens, out, sums, *sizes, rate, seed):
         raise ValueError(_misfit(len(qkv), longest))
     return out, sums
@@ -271,8 +272,9 @@ def _attention_backward(
     seed: Tensor | None,
 ) -> Tensor:
     """The gradient of qkv. Probabilities and dropout masks are computed again (Dao 2023)."""
+    T, _, H, D = qkv.size()
     d_qkv = torch.empty_like(qkv)
-    sizes = *qkv.size()[:1], len(cu_seqlens) - 1, *qkv.size()[2:], longest, window
+    sizes = T, len(cu_seqlens) - 1, H, D, longest, window
     tensors = qkv, cu_seqlens, sums, d_out, d_qkv
     if native.call("attention_backward", qkv.dtype, *tensors, *sizes, rate, seed):
         raise ValueError(_misfit(len(qkv), longest))

@@ -30,7 +30,7 @@ LAYERS, GRAPHS = ("layers", "both"), ("graphs", "both")
 PROGRAMS = 256
 
 
-def compiles(
+def compile_mode(
     system: TrainingSystem, ranks: Ranks, config: ModelConfig, pays: Callable[[], bool]
 ) -> str:
     """`system.compile`, with "auto" replaced. `pays()` says whether a compiler is worth its time.

@@ -55,13 +55,13 @@ class Replicas:
         self.precision = precision
         self.recorder = Recorder(model) if graphs else None
         self.before = self.buffers
-        self.copy: nn.Module = model
+        self.wrapped: nn.Module = model
         if ranks.world_size == 1 or graphs:
             return
-        self.copy = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
         # `reduce` averages the buffers, so DistributedDataParallel need not broadcast them. Torch
         # 2.13 deprecates the argument broadcast_buffers, and torch 2.11 has nothing in its place.
-        self.copy.broadcast_buffers = False
+        self.wrapped.broadcast_buffers = False
         # The first backward pass decides the order in which gradients are summed. Make it a pass
         # whose gradient is discarded, so that a continued run has the same order as a new one.
         self.begin()
@@ -75,13 +75,13 @@ class Replicas:
         memory of the GPU does not suffice."""
         last = number + 1 >= of
         try:
-            with self._averaging(last):
+            with self._exchange(last):
                 if self.recorder is None or batch is None:
                     loss = self._passes(batch)
                 else:
                     loss = self.recorder(self._passes, batch, alone=of == 1)
             if last and self.recorder is not None and self.ranks.world_size > 1:
-                self._average()
+                self._average_gradients()
         except torch.OutOfMemoryError as error:
             more = ", and system.compile=none takes less memory when a new shape comes"
             line = "the GPU has too little memory: batch.accumulate divides a step into smaller "
@@ -91,7 +91,7 @@ class Replicas:
 
     def _passes(self, batch: Batch[Tensor] | None) -> Loss:
         with self.ranks.autocast(self.precision):
-            loss: Loss = self.copy(batch)
+            loss: Loss = self.wrapped(batch)
         loss.total.backward()
         return replace(loss, total=loss.total.detach())
 
@@ -101,13 +101,14 @@ class Replicas:
         self.before = [buffer.clone() for buffer in self.buffers]
         return Sums(self.ranks.device, stop_requested)
 
-    def _averaging(self, last: bool) -> AbstractContextManager[None]:
-        """The context for the passes of a micro-batch: only the `last` averages the gradient."""
-        if last or not isinstance(self.copy, DistributedDataParallel):
+    def _exchange(self, last: bool) -> AbstractContextManager[None]:
+        """The context for the passes of a micro-batch: only after the `last` do ranks exchange
+        gradients."""
+        if last or not isinstance(self.wrapped, DistributedDataParallel):
             return nullcontext()
-        return self.copy.no_sync()
+        return self.wrapped.no_sync()
 
-    def _average(self) -> None:
+    def _average_gradients(self) -> None:
         """Average the gradients over the ranks, in place. Every rank has a gradient for the same
         weights. Those of a rank without rows are 0."""
         gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]

@@ -8,7 +8,7 @@ from typing import Any
 
 from xformer.config import all_keys, flat, nearest
 from xformer.data.errors import BadInput
-from xformer.recipe import UNUSED, Recipe
+from xformer.recipe import UNUSED_IF_SET, Recipe
 from xformer.study.forecast import Forecast, option_of, settings_of
 from xformer.study.plan import Job
 from xformer.study.spec import Deviation, Levels, within
@@ -145,7 +145,7 @@ class Notes:
         if run.key not in self._flat:
             self._flat[run.key] = flat(self.forecast.recipe(run).model_dump())
         values = self._flat[run.key]
-        if (other := UNUSED.get(key)) and values[other]:
+        if (other := UNUSED_IF_SET.get(key)) and values[other]:
             raise BadInput(f"{run.name} does not use {key}, as it has {other}")
         value = values.get(key, {})
         if value is None:

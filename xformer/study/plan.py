@@ -33,7 +33,7 @@ from xformer.data.files import file_checksum, installed, read_json, read_run_jso
 from xformer.model.config import DROPOUT
 from xformer.parallel.precision import fast_here
 from xformer.parallel.processes import TORCHRUN
-from xformer.recipe import LATER, Recipe
+from xformer.recipe import ADDED_LATER, Recipe
 from xformer.study.reading import doubts
 from xformer.study.spec import (
     METRIC,
@@ -734,9 +734,9 @@ def identity(recipe: Recipe) -> dict[str, Any]:
 
 @cache
 def _later() -> dict[tuple[str, ...], Any]:
-    """The default of each key of LATER, by its parts."""
+    """The default of each key of ADDED_LATER, by its parts."""
     defaults = Recipe(data="-", run="-", head="mlm").model_dump(mode="json")
-    every = [tuple(name.split(".")) for name in LATER]
+    every = [tuple(name.split(".")) for name in ADDED_LATER]
     return {parts: reduce(dict.__getitem__, parts, defaults) for parts in every}
 
 

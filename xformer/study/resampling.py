@@ -46,10 +46,11 @@ class Bootstrap:
 
 
 class Shares(Results):
-    """A study's tables with a vector in place of each score: the share of each source in it."""
+    """A study's tables with a unit vector in place of each score. So the code that averages scores
+    finds their weights: the share of each source."""
 
     def __init__(self, results: Results):
-        vars(self).update(vars(results))
+        vars(self).update(vars(results))  # a copy, without reading the results again
         self.sources = [  # key of the run, split, metric
             (key, split, metric)
             for key, splits in self.metrics.items()

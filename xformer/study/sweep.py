@@ -49,7 +49,7 @@ from xformer.config import (
 from xformer.data.display import escaped
 from xformer.data.errors import BadInput, typed
 from xformer.data.files import installed, make_directory, near, write_text
-from xformer.recipe import UNUSED, Recipe
+from xformer.recipe import UNUSED_IF_SET, Recipe
 
 RANGE = re.compile(r"(\w+:)?(\d+)\.\.(\d+)")  # 0..4, or symbols:0..4
 DASHED = re.compile(r"(\d+)-(\d+)")  # how other programs write 0..4
@@ -174,8 +174,8 @@ def read(arguments: list[str]) -> Sweep:
                 raise BadInput(f"{key}= is given twice; give all its values at once: {key}=A,B")
             values |= _values(key, text)
     fixed = flat(read_recipe(find_recipe(texts[0])))
-    for key in (key for key in values if key in UNUSED and UNUSED[key] not in values):
-        if value := fixed.get(other := UNUSED[key]):
+    for key in (key for key in values if key in UNUSED_IF_SET and UNUSED_IF_SET[key] not in values):
+        if value := fixed.get(other := UNUSED_IF_SET[key]):
             why = f"because the recipe has {other}={value}"
             raise BadInput(f"{key} is not used, {why}; give {other}=0, too")
     _check_pairs(values, pairs)

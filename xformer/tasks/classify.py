@@ -131,7 +131,7 @@ class Classify(Pooled):
         return self._class_weights.to(logits.dtype)
 
     @property
-    def meaning(self) -> str:
+    def metric_note(self) -> str:
         names = self.head.labels
         if len(names) != 2:
             return ""
@@ -141,14 +141,14 @@ class Classify(Pooled):
             return line
         return f"{line}; --labels {shlex.quote(other)} at preprocessing changes it"
 
-    def remark(self, predictions: Predictions) -> str:
+    def prediction_note(self, predictions: Predictions) -> str:
         predicted, labels = predicted_and_labels(predictions)
         if (predicted != predicted[0]).any():
             return ""
         name, share = self.head.labels[predicted[0]], (labels == predicted[0]).mean()
         return f'every row is predicted as "{name}", the label of {share:.1%} of them'
 
-    def note(self, split: Split) -> str:
+    def label_note(self, split: Split) -> str:
         labels = split.columns["label"]
         unseen = int((labels == UNSEEN).sum())
         if not unseen:

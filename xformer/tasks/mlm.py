@@ -99,7 +99,7 @@ class MLM(Task):
         return logits
 
     @property
-    def meaning(self) -> str:
+    def metric_note(self) -> str:
         share = f"{100 * self.head.masking:.3g} % of all"
         return f"{share} tokens are masked: compare this loss only with losses at the same share"
 

@@ -65,7 +65,7 @@ class Regress(Pooled):
         return Loss(total, real.sum(), torch.zeros_like(total.detach()))
 
     @property
-    def meaning(self) -> str:
+    def metric_note(self) -> str:
         mean, deviation = self.head.scale
         if self.head.scale == (0.0, 1.0):
             return ""

@@ -256,7 +256,7 @@ class Task(ABC):
         """Whether a split has labels to score against."""
         return True
 
-    def note(self, split: Split) -> str:
+    def label_note(self, split: Split) -> str:
         """A warning about a split's labels; "" if there is none."""
         return ""
 
@@ -268,11 +268,11 @@ class Task(ABC):
     # --------------------------------------------------------------------------------- the scores
 
     @property
-    def meaning(self) -> str:
+    def metric_note(self) -> str:
         """A line that explains a metric, such as which class f1 is about; "" if none needs it."""
         return ""
 
-    def remark(self, predictions: Predictions) -> str:
+    def prediction_note(self, predictions: Predictions) -> str:
         """A line about predictions that say little, whatever their score; "" if there is none."""
         return ""
 
