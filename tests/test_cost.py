@@ -161,6 +161,8 @@ def test_published_sizes() -> None:
         ("NVIDIA H200", 989e12, 67e12),
         ("NVIDIA H100 80GB HBM3", 989e12, 67e12),
         ("NVIDIA H100 PCIe", 756e12, 51e12),
+        ("NVIDIA H100 NVL", 835e12, 60e12),
+        ("NVIDIA H200 NVL", 835e12, 60e12),
         ("NVIDIA A100-SXM4-40GB", 312e12, 19.5e12),
         ("NVIDIA L40S", 362e12, 91.6e12),
         ("NVIDIA L4", 121e12, 30.3e12),
