@@ -295,7 +295,7 @@ def no_memory(_: Batch[Tensor]) -> Loss:
 def test_too_little_memory_without_graphs_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     (batch,) = batches_of([16])
     replicas = Replicas(model_of(), ALONE, lambda: batch)
-    monkeypatch.setattr(replicas, "copy", no_memory)
+    monkeypatch.setattr(replicas, "wrapped", no_memory)
     with pytest.raises(Failure, match=r"batch\.accumulate divides .* into smaller micro-batches$"):
         replicas.forward_backward(batch, 0, 1)
 

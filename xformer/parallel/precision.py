@@ -17,7 +17,7 @@ Precision = Literal["fp32", "bf16"]
 MEASURED = ("amx_bf16", "avx512_bf16")  # x86: whole training steps were timed, and bf16 won
 KNOWN = (*MEASURED, "bf16", "svebf16")  # the last two are ARM's; no step was timed there
 AMPERE = (8, 0)  # the first compute capability whose tensor cores have bf16 and TF32
-SIDE, REPEATS = 2048, 5  # of the product that `times_slower` measures
+SIDE, REPEATS = 4096, 5  # of the product that `times_slower` measures
 
 
 def instructions() -> set[str]:
