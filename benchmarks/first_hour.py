@@ -117,7 +117,7 @@ def tasks(rehearse: bool) -> Iterator[Row]:
 
 
 def with_filler(batch: Batch[Tensor]) -> Batch[Tensor]:
-    """The batch as training has it on a GPU: filled up to a capacity."""
+    """The batch with filler, as training on a GPU has it (but with places for all tokens)."""
     parts = {part.name: getattr(batch, part.name) for part in fields(batch)}
     arrays: dict[str, Any] = {k: v.numpy() for k, v in parts.items() if isinstance(v, Tensor)}
     packed: Batch[Any] = replace(batch, **arrays)
@@ -411,7 +411,7 @@ def padded_rows(lengths: np.ndarray) -> dict[str, Tensor]:
 
 
 class Peer:
-    """A model of transformers at its best: SDPA, compiled, CUDA graphs, bf16, fused AdamW."""
+    """A model of transformers with SDPA, compiled, with CUDA graphs, bf16 and a fused AdamW."""
 
     def __init__(self, kind: str, config: ModelConfig):
         import transformers

@@ -291,6 +291,8 @@ def test_the_names_of_others_lead_to_our_keys() -> None:
         ("save_steps=2", "train.checkpoint_every"),
         ("update_freq=4", "batch.accumulate"),
         ("max_sentences=8", "batch.rows"),
+        ("keep_interval_updates=3", "train.keep_last"),
+        ("mask_multiple_length=10", "masking.spans"),
         ("pooler_dropout=0", "model.head_dropout"),
         ("encoder_embed_dim=64", "model.hidden"),
         ("tokens_per_sample=512", "batch.max_tokens"),

@@ -192,6 +192,27 @@ def test_added_seeds_of_a_planned_extension_change_no_settings(
         assert origins(file, "mini")[0][1].commit == commits[0 if seeds != other else 2]
 
 
+def test_a_new_column_of_a_mean_changes_a_claim_about_it(file: Path) -> None:
+    """Though both sides name the factor: the new level is a part of what they name."""
+    text = file.read_text()
+    for old, new in (
+        ('columns = "rate"', 'columns = "rate"\nmeans.both = ["low", "high"]'),
+        ('better.start = "pretrained"', 'better = { start = "pretrained", rate = "both" }'),
+        ('than.start = "scratch"\n', 'than = { start = "scratch", rate = "both" }\n'),
+        ('each = "rate"\n', ""),
+        ("[scales.mini]\n", '[scales.mini]\nlevels.rate = ["low"]\n'),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    file.write_text(text)
+    commit(file, 1_000_000_000)
+    file.write_text(text.replace('levels.rate = ["low"]', 'levels.rate = ["low", "high"]'))
+    commit(file, 1_000_000_200)
+    [(origin, runs)] = origins(file, "mini")
+    words = origin.words(datetime.fromtimestamp(1_000_000_100, UTC), runs)
+    assert "after the first result" in words
+
+
 def test_odd_content_of_earlier_commits(file: Path) -> None:
     """Links out of the repository are not followed. A study that had another form has changed."""
     (file.parent / "data").symlink_to("/usr/share")

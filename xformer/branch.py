@@ -9,6 +9,7 @@ decay.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from xformer import checkpoint as checkpoints
 from xformer.config import validate
@@ -51,11 +52,17 @@ def check_branch(setup: Setup) -> None:
     if others := {name: pair for name, pair in pairs.items() if name not in MAY_CHANGE_IN_BRANCH}:
         what = changes(others, old, {"config": recipe.model_dump(mode="json")})
         raise BadInput(f"{given} was made with other settings: {what}")
+    _check_schedule(setup, path, old, given)
+
+
+def _check_schedule(setup: Setup, path: Path, old: dict[str, Any], given: str) -> None:
+    """Raise BadInput unless both runs have the same learning rate at each step up to the checkpoint
+    `path`. `old` is the other run's config.json."""
+    recipe, state, run = setup.recipe, State.read(path), path.absolute().parent.parent
     if recipe.optim.schedule != "wsd":
         raise BadInput(f"{given}: a branch needs optim.schedule=wsd, also in the run it comes from")
-    state = State.read(path)
     # The other run's recipe at each of its starts up to the checkpoint: a run may be made longer.
-    # The steps up to its next start must lie before the decay of this recipe, too.
+    # What each of these recipes trained must lie before the decay that it planned, too.
     starts = [start for start in old["starts"] if start["step"] < state.step]
     earlier = [
         validate(Recipe, {**start["config"], "data": recipe.data, "model": {}}) for start in starts

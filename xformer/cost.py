@@ -27,7 +27,8 @@ BACKWARD = 2  # the backward pass of a matrix product is two products of the sam
 # for dense matrices with fp32 accumulation, from NVIDIA's data sheets. The first match is used. 16
 # bits are bf16, or fp16 on V100 and T4, whose tensor cores have no bf16.
 PEAKS = (
-    ("NVL", 835.0, 60.0),  # H100 NVL and H200 NVL
+    ("H200 NVL", 835.0, 60.0),
+    ("H100 NVL", 835.0, 60.0),
     ("H200", 989.0, 67.0),
     ("H100 PCIe", 756.0, 51.0),
     ("H100", 989.0, 67.0),

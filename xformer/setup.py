@@ -83,8 +83,8 @@ class Setup:
 
     @property
     def schedule_end(self) -> int:
-        """The sample from which on the weights of a mixture and the share of masked tokens have
-        their final values: the last one of the run (see `samples_of_run`)."""
+        """The number of samples after which the weights of a mixture and the share of masked tokens
+        have their final values: all samples of the run (see `samples_of_run`)."""
         if self.recipe.mixture.final and isinstance(self.samples, Mixture):
             # the mixture's own estimate, so that its weights and the masking end together
             return self.samples.planned

@@ -70,7 +70,7 @@ def batch_encoder(tokenizer: Tokenizer, processes: int) -> Callable[[TextBatch],
         before = encoder.unknown
         ids, lengths = encoder.encode(texts)
         words = [word for text in texts for word in text.split()]
-        numbers = 0 if tokenizer.symbols == "words" else sum(map(str.isdigit, words))
+        numbers = 0 if tokenizer.symbols else sum(map(str.isdigit, words))
         characters, unknown = sum(map(len, texts)), encoder.unknown - before
         return EncodedBatch(ids, lengths, ends, len(words), numbers, characters, unknown)
 

@@ -302,7 +302,7 @@ def _vocab_txt(source: _Source) -> Tokenizer:
                 f"{source.file}:{number}: the piece {piece!r} occurs twice, first in line "
                 f"{seen[piece]}; remove one of them"
             )
-    if pieces and all(re.fullmatch(r"\S+ \d+", piece) for piece in pieces):
+    if all(re.fullmatch(r"\S+ \d+( #fairseq:overwrite)?", piece) for piece in pieces):
         raise BadInput(
             f"{source.file} has a word and a number in each line, as fairseq's dict.txt: give a "
             "file of the words alone to tokenizer --kind words --input"

@@ -271,6 +271,9 @@ def published_difference(results: Results, verdict: Verdict, level: str) -> floa
             for factor in (table.rows, table.columns)
         )
         numbers = [results.published(table, row, column) for row in rows for column in columns]
+        name = side.get(table.columns, "")
+        if None in numbers and study.means(table).get(name) == table.means.get(name, ""):
+            numbers = [results.published(table, row, name) for row in rows]  # of the mean itself
         known = [number for number in numbers if number is not None]
         if len(known) < len(numbers):
             return None

@@ -387,14 +387,17 @@ class Plan:
         def keys(side: Levels) -> set[str]:
             return {job.key for job, _ in self.runs_of(table, side)}
 
-        sides = (claim.better, claim.than)
-        parts = [part for side in sides for part in self.study.parts(table, side)]
-        named = {part[METRIC] for part in parts if METRIC in part}
-        metrics = {table.source_of(column)[1] for column in named}
+        named = [
+            [table.source_of(part[METRIC])[1] for part in self.study.parts(table, side)]
+            for side in (claim.better, claim.than)
+            if METRIC in side
+        ]
         trained = all(job.recipe is not None for job in self.runs(table.stage, table.where))
-        if trained and len(metrics) > 1 and not table.minus:  # numbers of an analysis may be alike
+        # numbers of an analysis may be alike
+        if trained and named and named[0] != named[1] and not table.minus:
+            metrics = sorted({*named[0], *named[1]})
             raise BadInput(
-                f"claim {claim.text!r} compares {' with '.join(sorted(metrics))}; compare one "
+                f"claim {claim.text!r} compares {' with '.join(metrics)}; compare one "
                 "metric, on both sides"
             )
         if claim.each != table.columns and len(self._directions_of(claim)) > 1:

@@ -377,6 +377,8 @@ def _bad_table(study: Study, table: ScoreTable) -> Iterator[str]:
     yield from (f"chance: {line}" for line in _unknown(table.chance, every))
     for name, columns in table.means.items():
         yield from (f"means.{name}: {line}" for line in _unknown(columns, every))
+        if twice := duplicate(columns):
+            yield f"means.{name} names {twice!r} twice; leave one out"
         if name in every:
             yield f"means.{name}: a column has this name, which the mean would replace; rename it"
     for column, chance in table.chance.items():
@@ -478,6 +480,9 @@ def _bad_claim(study: Study, claim: Claim) -> Iterator[str]:
         yield f"a tie needs a margin above 0, not {claim.margin:g}: how far apart the sides may be"
     if table.percent and abs(margin := claim.margin) >= 1:
         yield f"margin={margin:g} must be a fraction: {margin:g} points are {margin / 100:g}"
+    over = [side.get(table.columns) for side in sides]
+    if over[0] != over[1] and any(name in table.means for name in over):
+        yield f"both sides must name the same mean of columns, not {over[0]} and {over[1]}"
     if one_sided := claim.better.keys() ^ claim.than.keys():
         factor = min(one_sided)
         yield (

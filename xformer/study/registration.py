@@ -168,6 +168,9 @@ def _same_runs(now: dict[str, Any], then: dict[str, Any], claim: dict[str, Any])
         for part in ("stages", "made", "needs", "recipes"):
             _drop(now[part], then[part])
         free = claim["better"].keys() & claim["than"].keys() | ({SEED} if extended else set())
+        means, columns = (claim["decided by"].get(part) for part in ("means", "columns"))
+        if claim["better"].get(columns) in (means or {}):  # a new column would be a part of it
+            free -= {columns}
         new = set[tuple[str, str]]()  # levels that `levels` has added
         for factor in free & now["levels"].keys() & then["levels"].keys():
             gone = _drop(now["levels"][factor], then["levels"][factor])

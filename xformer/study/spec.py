@@ -289,7 +289,7 @@ class Claim(Settings):
     """Name of the table whose scores decide."""
     better: Levels
     """The levels of the side with the higher score, such as { start = "english" }. Of a loss the
-    higher number counts, too. A level of the table's columns may also be one of its means."""
+    higher number counts, too. Both sides may name a mean of the table in place of a column."""
     than: Levels
     """The levels of the other side. Both must name the same factors, and `metric` if the table's
     columns are metrics."""
