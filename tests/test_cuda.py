@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import bare, fake_cuda, first_hour
-from benchmarks.steps import CASES, STEPS
+from benchmarks.steps import CASES, LENGTH, ROWS, STEPS
 from xformer import optim
 from xformer.data.errors import BadInput
 from xformer.ops import attention, native, vocabulary_loss
@@ -243,11 +243,19 @@ time.sleep(600)"""
 
 def test_the_first_hour_compares_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = 2 if torch.cuda.is_available() else 1
-    assert len(list(first_hour.tasks(True))) == ways * 2 * 8
+    assert len(list(first_hour.tasks(True))) == ways * 2 * 2 * 8  # precisions, with filler, tasks
     right = first_hour.gradient
     factor = {"fp32": 1, "bf16": 2}
     monkeypatch.setattr(first_hour, "gradient", lambda *given: right(*given) * factor[given[3]])
     with pytest.raises(AssertionError, match=r"gradient of mlm, bf16, compile=none is off by"):
+        list(first_hour.tasks(True))
+    full = ROWS * LENGTH
+    monkeypatch.setattr(
+        first_hour,
+        "gradient",
+        lambda *given: right(*given) * (1 + (len(given[1].tokens) > full)),
+    )
+    with pytest.raises(AssertionError, match=r"^gradient of mlm, fp32, compile=none, with filler"):
         list(first_hour.tasks(True))
 
 
